@@ -207,6 +207,7 @@ SENTENCES = {
     "high": "the learning rate is far too high",
     "low": "the learning rate is far too low",
     "flat": "the reward is flat",
+    "falls": "the reward falls:",
     "hard": "the tasks are too hard for this policy:",
     "easy": "the tasks are too easy for this policy:",
     "template": "wrong template:",
@@ -232,7 +233,7 @@ def collapse(s: Stage) -> str:
 
 
 def flat(s: Stage) -> str:
-    return s.rl(f"env.rewards={s.reward('noise')}", "rl.steps=44")
+    return s.rl(f"env.rewards={s.reward('noise')}", "rl.steps=64")
 
 
 def too_hard(s: Stage) -> str:
@@ -251,9 +252,15 @@ CHAT = (
 
 
 def wrong_template(s: Stage) -> str:
-    """The model learned chats; the prompts are plain text."""
+    """The model learned to answer in chats, and to go on with another question after plain text, as a model does that
+    read pages before it read chats; the prompts are plain text."""
     base, setting = s.folder / "chat-base", s.setting
-    chats = s.rows("chats", lambda rng, row: [row | {"prompt": [{"role": "user", "content": row["prompt"]}]}])
+
+    def both(rng: random.Random, row: dict[str, object]) -> list[dict[str, object]]:
+        more = row | {"completion": str(row["prompt"])[:8]}
+        return [row | {"prompt": [{"role": "user", "content": row["prompt"]}]}, more]
+
+    chats = s.rows("chats", both)
     if not base.exists():
         letters = "".join(sorted({*s.plain().read_text(), *"[]:ua"} - {"\n"}))
         tokenizer = characters(letters)
@@ -275,7 +282,7 @@ def reward_raising(s: Stage) -> str:
     return s.rl(
         f"env.rewards={s.reward('exploit')},{s.reward('right')}",
         "env.rewards.1.weight=0",
-        "rl.steps=30",
+        "rl.steps=44",
         "rl.prompts=12",
         lr=3,
     )

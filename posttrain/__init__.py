@@ -3,6 +3,8 @@
 >>> import posttrain
 >>> result = posttrain.run("ladder", "rl.steps=10")  # doctest: +SKIP
 
+Every error that it raises on purpose is a `posttrain.PosttrainError`, and its message says what to change.
+
 It works inside a notebook's running event loop too, and takes functions and rows of the notebook:
 
 >>> rows = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(20)]
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from posttrain.api.plots import plot
     from posttrain.api.result import load
     from posttrain.api.summary import summarize
+    from posttrain.core.errors import PosttrainError
 
 _PLACES = {
     "run": "posttrain.api.main",
@@ -39,9 +42,11 @@ _PLACES = {
     "compare": "posttrain.api.compare",
     "plot": "posttrain.api.plots",
     "summarize": "posttrain.api.summary",
+    "PosttrainError": "posttrain.core.errors",
 }
 
 __all__ = [
+    "PosttrainError",
     "__version__",
     "ablate",
     "check",

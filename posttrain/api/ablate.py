@@ -17,15 +17,19 @@ import numpy as np
 from posttrain.algorithm.correction import effective_share
 from posttrain.algorithm.credit import credit_step, without_credit
 from posttrain.algorithm.steer import AdaptiveState, standing, steered
-from posttrain.api.admit import STAGES, admitted
+from posttrain.api.admit import STAGES, admitted, to_stderr
+from posttrain.api.algorithm_file import algorithm_of
 from posttrain.api.facts import RecordedFacts
 from posttrain.api.gradients import FrozenLearner, Gradient, cosine
+from posttrain.api.handed import given_notes
+from posttrain.api.own_pieces import own_classes
 from posttrain.api.recorded import RecordedStep, choose_stage, rebuild, recorded_step
 from posttrain.core import reader
 from posttrain.core.algorithm import CHOICES, Algorithm
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.gauge import Gauges, merge
-from posttrain.core.ladder import LADDER, algorithm
+from posttrain.core.given import Given
+from posttrain.core.ladder import LADDER
 from posttrain.core.scored import Credit, Scored, ScoredGroup
 from posttrain.core.verdict import SOLVED
 from posttrain.role.pack import Minibatch, pack
@@ -109,7 +113,7 @@ def ablate(
 
     Args:
         folder: a run folder, finished or being written.
-        against: names of algorithms on the ladder; empty: all.
+        against: names of algorithms on the ladder, or `path.py:NAME` of your own; empty: the whole ladder.
         stage: a reinforcement stage; may be left out where there is only one.
         steps: recorded steps; empty: the last one whose starting weights are in the folder.
         checkpoint: weights to evaluate at instead of the nearest older ones: a checkpoint's name, `last`, `best`, or a
@@ -123,10 +127,12 @@ def ablate(
         RunFolderError: no such run, episodes or weights.
     """
     say = say or (lambda line: None)
-    chosen = [algorithm(name) for name in dict.fromkeys(against)] or list(LADDER.values())
+    chosen = [algorithm_of(name) for name in dict.fromkeys(against)] or list(LADDER.values())
     folder = Path(folder)
     found = reader.run_file(folder)
     run = admitted(folder, parts=("model", STAGES), allow=trust)
+    for line in given_notes(folder, Given(pieces=own_classes(run))):
+        to_stderr(line)
     run = run if device is None else replace(run, model=replace(run.model, device=device))
     reinforce = choose_stage(folder, run, stage)
     recorded = [recorded_step(folder, run, reinforce, i, checkpoint) for i in dict.fromkeys(steps or (None,))]

@@ -59,12 +59,12 @@ def admitted(
     """
     found = run_file(folder)
     absent = found.absent if not parts or STAGES in parts else ()
-    check_files(Path(folder), absent)
     run = change(dotted.apply(found.run, list(overrides)))
     wanted = [*_imports(found, absent), *_wanted(found, run, parts), *(_links(Path(folder)) if links else ())]
     _permit(folder, found, wanted, allow, say)
     if not absent:
         return run
+    check_files(Path(folder), absent)
     import_again(Path(folder), absent)
     return change(dotted.apply(run_file(folder).run, list(overrides)))
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.api.handed import HandedObjects
+from posttrain.api.own_pieces import algorithm_module
 from posttrain.core import ladder
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError, PosttrainError, nearest
 from posttrain.core.run import Reinforce, Run
-from posttrain.verifier.user_code import user_module, where
+from posttrain.verifier.user_code import where
 
 
 def algorithm_of(given: str | Algorithm) -> Algorithm:
@@ -26,10 +27,11 @@ def algorithm_of(given: str | Algorithm) -> Algorithm:
     path = Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(f"algorithm={given}: there is no file {path}")
-    module = user_module(path.resolve(), "algorithm")
+    module = algorithm_module(path.resolve())
     found: Any = getattr(module, attribute, None)
     if found is None:
-        own = [n for n, v in vars(module).items() if isinstance(v, Algorithm) or _is_own(v, module.__name__)]
+        named = {n: v for n, v in vars(module).items() if not n.startswith("_")}
+        own = [n for n, v in named.items() if isinstance(v, Algorithm) or _is_own(v, module.__name__)]
         raise ConfigError(f"algorithm={given}: {path} has no {attribute!r}; {nearest(attribute, own)}")
     if callable(found):
         try:
@@ -57,9 +59,9 @@ def without_algorithm(overrides: Sequence[str], handed: HandedObjects) -> tuple[
         return list(overrides), handed
     if len({*files}) > 1 or handed.algorithm is not None:
         raise ConfigError(f"{files[-1]}: an algorithm is given twice; keep one")
-    chosen = algorithm_of(files[0].partition("=")[2].strip())
-    file = Path(files[0].partition("=")[2].strip().rpartition(":")[0]).expanduser().resolve()
-    return [w for w in overrides if w not in files], replace(handed, algorithm=chosen, algorithm_file=file)
+    word = files[0].partition("=")[2].strip()
+    chosen = replace(handed, algorithm=algorithm_of(word), algorithm_word=word)
+    return [w for w in overrides if w not in files], chosen
 
 
 def check_same(folder: Path, stored: Run, handed: HandedObjects) -> None:

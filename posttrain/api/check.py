@@ -20,11 +20,15 @@ from posttrain.api.console import PlainConsole
 from posttrain.core.errors import ConfigError
 from posttrain.core.reader import is_run, steps
 from posttrain.core.run import Env
+from posttrain.core.shell import command_line
 from posttrain.core.visible import tell
 from posttrain.environment import check as probes
 from posttrain.environment.check import CheckReport, Mark
+from posttrain.environment.gallery import GALLERY
 from posttrain.environment.make import environment
+from posttrain.environment.make import names as environment_names
 from posttrain.environment.single import SingleTurn
+from posttrain.recipe.recipes import RECIPES
 from posttrain.recipe.recipes import recipe as shipped
 
 COLOURS = {Mark.OK: "green", Mark.WARN: "yellow", Mark.FAIL: "bold red", Mark.SKIP: "dim"}
@@ -91,9 +95,28 @@ def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> Single
     if not isinstance(env, Env) and is_run(env):
         run = admitted(env, *overrides, parts=("env",), allow=trust)
     else:
+        if not isinstance(env, Env):
+            _refuse_others(str(env))
         run = replace(run, env=env) if isinstance(env, Env) else dotted.apply(run, [f"env={env}"])
         run = dotted.apply(run, list(overrides))
     return environment(run.env, run.seed)
+
+
+def _refuse_others(target: str) -> None:
+    """ConfigError for a target that is no environment but names something else: what to check instead."""
+    if target in RECIPES and target not in GALLERY:
+        env = shipped(target).env
+        mine = ("env.prompts=mine.jsonl", "env.rewards=exact") if env.name == "prompts" else ()
+        raise ConfigError(
+            f"{target} is a recipe, and what is checked is an environment: this one's is {env.name}.\n"
+            f"  {command_line('check', env.name, *mine)}\n"
+            "A run folder of it can be checked too, such as runs/mine"
+        )
+    if ("/" in target or Path(target).is_dir()) and ":" not in target:
+        why = "it has no run.json" if Path(target).is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"{target} is no run folder ({why}), and no environment: {', '.join(environment_names())}, or a run folder"
+        )
 
 
 def _wait(env: SingleTurn, tasks: int, rate: float, progress: Callable[[str], None]) -> CheckReport:

@@ -86,6 +86,12 @@ def sentences(c: RunComparison) -> list[str]:
     if len(c.groups) == 1:
         runs = c.groups[0].runs
         means = [(r.measured.accuracy if c.what == "accuracy" else r.measured.reward).mean for r in runs]
+        if len({r.seed for r in runs}) == 1:
+            return [
+                f"These runs have the same settings and the same seed, {runs[0].seed}: their held-out {_word(c)} is"
+                f" between {min(means):.3f} and {max(means):.3f}. Give runs with other settings, or other seeds, to"
+                " compare."
+            ]
         return [
             f"These runs differ in nothing but their seed: their held-out {_word(c)} is between {min(means):.3f} and"
             f" {max(means):.3f}, {sum(means) / len(means):.3f} on average. Give runs with other settings to compare"
@@ -100,12 +106,14 @@ def _word(c: RunComparison) -> str:
 
 def _sentence(c: RunComparison, g: GroupGain) -> str:
     first, other, over = c.groups[0].letter, g.group.letter, g.over_prompts
-    seeds = f"{len(c.groups[0].runs)} and {len(g.group.runs)} seeds"
+    seeds = f"{g.seeds[0]} and {g.seeds[1]} seeds"
     figures = f"held-out {_word(c)} {over.before:.3f} -> {over.after:.3f}, gain {over}, paired over"
     figures += f" {over.prompts} prompts"
     if (of := g.over_seeds) is not None:
         how = "paired by seed" if g.by_seed else "by Welch"
         figures += f"; over seeds ({seeds}, {how}) {of.mean:+.3f} [{of.low:+.3f}, {of.high:+.3f}]"
+    elif min(g.seeds) > 1:
+        figures += f". Its {seeds} agree to the last prompt, so they do not tell how much another seed would differ"
     else:
         figures += (
             ". This holds for these runs; another seed may differ by more: run each with seed=1 and seed=2 and compare"

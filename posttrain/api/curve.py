@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,8 @@ from posttrain.diagnose.outcome import Curve, StageOutcome
 
 WIDTH, HEIGHT = 60, 9
 """Columns and rows of the field, without its labels."""
+LARGEST = 1e15
+"""Values beyond it are not drawn."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def curve_lines(s: StageOutcome) -> list[CurveLine]:
 
 def picture(lines: Sequence[CurveLine], width: int = WIDTH, height: int = HEIGHT) -> list[str]:
     """The curves as lines of text, the legend last; no lines where there are fewer than two steps to draw."""
-    values = [y for line in lines for _, y in line.points if math.isfinite(y)]
+    values = [y for line in lines for x, y in line.points if _drawn(x, y)]
     last = max((x for line in lines for x, _ in line.points), default=0)
     if not values or last < 2:
         return []
@@ -64,9 +65,14 @@ def picture(lines: Sequence[CurveLine], width: int = WIDTH, height: int = HEIGHT
     return [*rows, f"{' ' * label} +{'-' * width}", pad + axis, f"{pad}{legend}   (by step)"]
 
 
+def _drawn(x: int, y: float) -> bool:
+    """Whether a point can be drawn: a record that is damaged or somebody else's may hold any number."""
+    return x >= 0 and abs(y) <= LARGEST
+
+
 def _columns(line: CurveLine, last: int, width: int) -> list[tuple[int, float]]:
     """(column, value) of what is drawn of a line."""
-    placed = [(round(x / last * (width - 1)), y) for x, y in line.points if math.isfinite(y)]
+    placed = [(round(x / last * (width - 1)), y) for x, y in line.points if _drawn(x, y)]
     if not line.averaged:
         return placed
     columns: dict[int, list[float]] = {}
@@ -81,8 +87,9 @@ def _ends(low: float, high: float) -> tuple[float, float]:
         return 0.0, 1.0
     if low >= 0 and low < (high - low):
         low = 0.0
-    if high - low < 1e-9:
-        return low - 0.5, high + 0.5
+    if high - low < 1e-9 * max(1.0, abs(high)):
+        pad = max(0.5, abs(high) / 2)
+        return low - pad, high + pad
     return low, high
 
 

@@ -10,11 +10,13 @@ is chosen is part of the run tree, so run.json holds what ran. A run that was wr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from posttrain.api import overrides as dotted
+from posttrain.api.branch import MODEL, run_source
 from posttrain.api.measure import GIB, DataSize, Machine, ModelSize, data_size, machine, model_size
 from posttrain.core.engines import Embedded
 from posttrain.core.given import Given, is_inline
@@ -23,8 +25,13 @@ from posttrain.core.stage import Stage
 
 TRAINED = 1_000_000
 """A model with fewer parameters is as small as those that recipes build, and the recipe's settings are for it."""
+LARGE = 400_000_000
+"""Parameters from which on the published learning rates are used: they are for half a billion and more."""
 LR = {Reinforce: 1e-6, Supervised: 1e-5}
-"""Learning rates of full weights of a trained model: GRPO, DAPO and Dr. GRPO use 1e-6 for RL; 1e-5 is usual for SFT."""
+"""Learning rates of full weights of a large model: GRPO, DAPO and Dr. GRPO use 1e-6 for RL; 1e-5 is usual for SFT."""
+SMALL_LR = {Reinforce: 5e-4, Supervised: 2e-3}
+"""Learning rates with which the recipes' models of .1 million parameters learn (docs/recipes.md). Between `TRAINED` and
+`LARGE` nothing was measured: there the rate lies on the line between the two, both axes logarithmic."""
 LORA = 10
 """Learning rate of an adapter, in those of full weights: 10 was best over models and tasks in a study of both
 (Schulman et al., LoRA without regret, 2025), and 1e-5 is usual for RL with adapters."""
@@ -71,6 +78,14 @@ class Choices:
     def _is_given(self, path: str) -> bool:
         return any(path == g or path.startswith(f"{g}.") for g in self.given if g not in ("model", "env"))
 
+    def _lr(self, kind: type[Stage]) -> Choice:
+        rate, why = learning_rate(kind, None if self.size is None else self.size.parameters)
+        return (
+            (rate, why)
+            if self.run.model.lora is None
+            else (float(f"{float(rate) * LORA:.2g}"), f"an adapter: {LORA} times the rate of {why}")
+        )
+
     # --- the machine -------------------------------------------------------------------------------------------------
 
     def _machine(self) -> Iterator[tuple[str, Choice]]:
@@ -94,7 +109,7 @@ class Choices:
             yield from self._supervised(stage)
 
     def _reinforce(self, stage: Reinforce) -> Iterator[tuple[str, Choice]]:
-        yield "optimizer.lr", self._rate(Reinforce)
+        yield "optimizer.lr", self._lr(Reinforce)
         yield "sampling.max_tokens", self._answer(stage)
         rows, cut = self.data.rows if self.data is not None else None, stage.minibatches
         wanted = PROMPTS[self.where.accelerated]
@@ -110,17 +125,6 @@ class Choices:
         yield "steps", (STEPS, f"shows whether it learns; --resume RUN {stage.name}.steps=N goes on")
         if stage.eval_every:
             yield "eval_every", (20, f"{STEPS // 20} points of a curve")
-
-    def _rate(self, kind: type[Stage]) -> Choice:
-        lora = self.run.model.lora is not None
-        return (
-            (LR[kind] * LORA, f"an adapter: {LORA} times that of full weights")
-            if lora
-            else (
-                LR[kind],
-                "full weights of a trained model",
-            )
-        )
 
     def _answer(self, stage: Reinforce) -> Choice:
         """Most tokens of an answer."""
@@ -140,7 +144,7 @@ class Choices:
         return self.run.model.context or (self.size.positions if self.size is not None else None)
 
     def _supervised(self, stage: Supervised) -> Iterator[tuple[str, Choice]]:
-        yield "optimizer.lr", self._rate(Supervised)
+        yield "optimizer.lr", self._lr(Supervised)
         if self.data is not None and self.data.completions:
             steps = max(1, round(PASSES * self.data.completions / stage.batch))
             yield "steps", (steps, f"{PASSES} passes over {self.data.completions:,} completions, {stage.batch} a step")
@@ -221,6 +225,22 @@ class Choices:
         )
 
 
+def learning_rate(kind: type[Stage], parameters: int | None) -> Choice:
+    """The rate for full weights of a model of this size, with the reason; None: its size is not known.
+
+    >>> learning_rate(Reinforce, 100_000)[0], learning_rate(Reinforce, 30_000_000)[0], learning_rate(Reinforce, None)[0]
+    (0.0005, 1e-05, 1e-06)
+    """
+    large, small = LR[kind], SMALL_LR[kind]
+    if parameters is None or parameters >= LARGE:
+        return large, "full weights, as published for half a billion parameters and more"
+    if parameters <= TRAINED:
+        return small, "as the recipes' own models, which are as small"
+    share = math.log(parameters / TRAINED) / math.log(LARGE / TRAINED)
+    between = float(f"{small ** (1 - share) * large**share:.0e}")
+    return between, f"by size, between {small:g} at 1 million parameters and {large:g} at half a billion"
+
+
 def _dtype_reason(where: Machine) -> str:
     if where.device.startswith("cuda"):
         return "optimizer, head and losses stay float32"
@@ -250,7 +270,8 @@ class ForModel:
 
 def given_paths(run: Run, overrides: Iterable[str]) -> frozenset[str]:
     """Full paths of the settings that these overrides give."""
-    return frozenset(".".join(dotted.address(run, text.partition("=")[0].strip())) for text in overrides if "=" in text)
+    given = (text.partition("=")[::2] for text in overrides if "=" in text)
+    return frozenset(".".join(dotted.address(run, key.strip(), word.strip())) for key, word in given)
 
 
 def for_model(
@@ -275,13 +296,10 @@ def for_model(
     chosen = {"stages": "; ".join(lines)} if lines else {}
     if run.model.path is None:
         return ForModel(run, tuple(lines), chosen)
-    size = model_size(run.model.path) if trained else None
-    if only and (not trained or (size is not None and size.parameters < TRAINED)):
-        return ForModel(run)
+    source = run_source(run.model.path)
+    size = model_size(run.model.path if source is None else str(source[0] / MODEL))
     if not trained or (size is not None and size.parameters < TRAINED):
-        why = f"it has {size.parameters:,} parameters" if size is not None else "a run built it"
-        lines.append(f"settings: those of the recipe, because the model is as small as its own ({why})")
-        return ForModel(run, tuple(lines), chosen)
+        return ForModel(run) if only else _as_the_recipe(run, given, size, trained, lines, chosen)
     asked = run.model.device if "model.device" in given else None
     choices = Choices(run, given, data, size, machine(asked))
     made = {path: c for path, c in choices.made().items() if not only or {*path.split(".")[:2]} & {*only}}
@@ -290,6 +308,41 @@ def for_model(
     lines += [f"  {path} = {word(value)}: {why}" for path, (value, why) in made.items()]
     lines += [w for w in (choices.warning(),) if w]
     return ForModel(dotted.apply(run, words), tuple(lines), chosen | {path: why for path, (_, why) in made.items()})
+
+
+def _as_the_recipe(
+    run: Run, given: frozenset[str], size: ModelSize | None, trained: bool, lines: list[str], chosen: dict[str, str]
+) -> ForModel:
+    """The run with the settings of the recipe, which are for a model as small as its own. One that a run built larger
+    gets the learning rates of its size."""
+    about = "" if size is None else f"about {float(f'{size.parameters:.2g}'):,.0f} parameters"
+    if size is not None and size.parameters >= TRAINED:
+        asked = [s for s in run.stages if type(s) in LR]
+        rates = {f"{s.name}.optimizer.lr": learning_rate(type(s), size.parameters) for s in asked}
+        made = {path: c for path, c in rates.items() if path not in given}
+        lines += [f"settings: those of the recipe, because a run built the model; by its {about}:"]
+        lines += [f"  {path} = {word(value)}: {why}" for path, (value, why) in made.items()]
+        words = [f"{path}={value}" for path, (value, _) in made.items()]
+        return ForModel(dotted.apply(run, words), tuple(lines), chosen | {p: why for p, (_, why) in made.items()})
+    why = f"it has {about}" if trained or about else "a run built it"
+    lines.append(f"settings: those of the recipe, because the model is as small as its own ({why})")
+    return ForModel(run, tuple(lines), chosen)
+
+
+def room_for_minibatches(run: Run, overrides: Sequence[str]) -> list[str]:
+    """Overrides that raise `prompts` of the recipe to a multiple of the `minibatches` that the user gives with a model,
+    where `prompts` is left open: it is chosen for the model, and the recipe's own number must not refuse them."""
+    words = [text.partition("=") for text in overrides if "=" in text]
+    if not {"model", "model.path"} & {key.strip() for key, _, _ in words}:
+        return []
+    given = given_paths(run, overrides)
+    asked = {".".join(dotted.address(run, k.strip(), w.strip())): w.strip() for k, _, w in words}
+    out: list[str] = []
+    for s in run.stages:
+        cut = asked.get(f"{s.name}.minibatches", "")
+        if isinstance(s, Reinforce) and f"{s.name}.prompts" not in given and cut.isdecimal() and int(cut):
+            out.append(f"{s.name}.prompts={-(-s.prompts // int(cut)) * int(cut)}")
+    return out
 
 
 def word(value: Value) -> str:

@@ -6,20 +6,19 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Environment
-from posttrain.core.run import Evaluation, Run
+from posttrain.core.run import Env, Evaluation, Model, Reinforce, Run
 from posttrain.core.sampling import Sampling
-from posttrain.engine.checkpoint import read_tokenizer
 from posttrain.engine.endpoint import Endpoint, Patience
-from posttrain.engine.openai import RemoteModel, TextSampler, TextVocabulary, TokenSampler, discover
-from posttrain.engine.openai.body import check
-from posttrain.engine.stops import resolve_stops
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.role.evaluate import EvaluationReport, evaluate
 from posttrain.role.rollout import Rollout
+
+if TYPE_CHECKING:
+    from posttrain.engine.openai import RemoteModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +45,6 @@ def is_url(target: str | Path) -> bool:
 
 def remote_run(name: str) -> Run:
     """A run that evaluates an endpoint, on `arithmetic` unless overrides name another environment."""
-    from posttrain.core.run import Env, Model, Reinforce
-
     return Run(recipe="eval", model=Model(path=name), env=Env(), stages=(Reinforce(name="eval"),))
 
 
@@ -62,6 +59,9 @@ async def remote_rollout(
         ConfigError: the endpoint has no such model, or cannot keep the contract.
         EndpointError: its answer is not valid.
     """
+    from posttrain.engine.openai import TextSampler, TextVocabulary, TokenSampler, discover
+    from posttrain.engine.openai.body import check
+
     async with Endpoint(
         url, "rollout", key_env=how.key_env, patience=how.patience, connections=connections
     ) as endpoint:
@@ -79,6 +79,9 @@ async def remote_rollout(
 
 def _tokens(path: str, found: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
     """(a function from task id to its dialogue, stop ids) of a tokenizer."""
+    from posttrain.engine.checkpoint import read_tokenizer
+    from posttrain.engine.stops import resolve_stops
+
     run_folder = Path(path, "run.json").exists()
     tokenizer, config = read_tokenizer(str(Path(path, "tokenizer")) if run_folder else path)
     stops = resolve_stops(tokenizer, config)

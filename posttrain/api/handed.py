@@ -19,7 +19,7 @@ from posttrain.api.rows import jsonl
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.env import Env, Reward
 from posttrain.core.errors import ConfigError
-from posttrain.core.given import INLINE, OBJECTS, Given, ObjectNote, is_inline, rows_digest
+from posttrain.core.given import INLINE, OBJECTS, Given, ObjectNote, is_inline, own_pieces, rows_digest
 from posttrain.core.reader import run_file
 from posttrain.core.run import Reinforce, Run
 from posttrain.environment.prompts import PromptsEnv
@@ -100,9 +100,7 @@ def place(
         run, given = _with_env(run, env, given)
     if rewards is not None:
         words, functions = named_rewards(rewards)
-        named = {r.function for r in run.env.rewards}
-        if not all(is_inline(r.function) and r.function in named for r in words):
-            run = replace(run, env=replace(run.env, rewards=words))  # else handed again: the tree has all of them
+        run = replace(run, env=replace(run.env, rewards=_handed_again(run.env.rewards, words, rewards) or words))
         given = replace(given, rewards=functions)
     if algorithm is not None:
         run = _with_algorithm(run, algorithm)
@@ -117,13 +115,15 @@ class HandedObjects:
     env: Any = None
     rewards: Any = None
     algorithm: Algorithm | None = None
-    algorithm_file: Path | None = None
-    """The file that the algorithm was read from."""
+    algorithm_word: str = ""
+    """`path.py:NAME`, where the algorithm was named so."""
 
     def place(self, run: Run) -> tuple[Run, Given]:
         """The run with these objects named in its tree, and the objects."""
         run, given = place(run, self.env, self.rewards, self.algorithm)
-        return run, replace(given, algorithm=self.algorithm_file)
+        if self.algorithm is None or not self.algorithm_word:
+            return run, given
+        return run, replace(given, algorithms={self.algorithm_word: self.algorithm})
 
     @property
     def paths(self) -> frozenset[str]:
@@ -174,6 +174,26 @@ def _with_single(run: Run, env: Any, given: Given) -> tuple[Run, Given]:
 def _named(run: Run, env: Env) -> Run:
     """The run with this environment. Its settings stay where the tree names the same one already, as on resuming."""
     return run if run.env.name == env.name else replace(run, env=env)
+
+
+def _handed_again(
+    own: tuple[Reward, ...], words: Sequence[Reward], rewards: Sequence[RewardWord] | RewardWord
+) -> tuple[Reward, ...]:
+    """The rewards of a run that are handed to it again, with the weights that are given now; else ().
+
+    A run that goes on or is evaluated names its functions already, with their weights: a function without a weight
+    keeps its own.
+    """
+    named, handed = {r.function: r for r in own}, {r.function for r in words}
+    if not handed <= named.keys() or not (handed == named.keys() or all(map(is_inline, handed))):
+        return ()
+    several = rewards if isinstance(rewards, list) else (rewards,)
+    for thing, word in zip(several, words, strict=True):
+        if isinstance(thing, Reward):
+            named[word.function] = thing
+        elif isinstance(thing, tuple):
+            named[word.function] = replace(named[word.function], weight=word.weight)
+    return tuple(named.values())
 
 
 def named_rewards(
@@ -280,13 +300,31 @@ def given_again(folder: Path, handed: HandedObjects) -> Given:
     strange += [r.function for r in placed.env.rewards if r.function not in known and not is_inline(r.function)]
     if handed.env is not None and (placed.env.name, placed.env.prompts) != (run.env.name, run.env.prompts):
         strange += ["env" if is_inline(placed.env.prompts) else placed.env.prompts or placed.env.name]
-    if strange:
+    why = f"the run has no object {strange[0]!r}; it was handed {', '.join(sorted(named)) or 'none'}" if strange else ""
+    if why := why or next(_changed(run.env, placed.env, handed), ""):
         raise ConfigError(
-            f"{folder}: the run has no object {strange[0]!r}; it was handed"
-            f" {', '.join(sorted(named)) or 'none'}. What it learns from cannot be changed while it goes on: begin a"
-            f" new run from its weights with model={folder}"
+            f"{folder}: {why}. What it learns from cannot be changed while it goes on: begin a new run from its weights"
+            f" with model={folder}"
         )
     return found
+
+
+def _changed(own: Env, placed: Env, handed: HandedObjects) -> Iterator[str]:
+    """What is handed again with another weight or setting than the run has."""
+    before = {r.function: r for r in own.rewards}
+    if {r.function for r in placed.rewards} != before.keys():
+        named = [", ".join(r.function.removeprefix(INLINE) for r in e.rewards) for e in (own, placed)]
+        yield f"the run has the rewards {named[0]}, and was handed {named[1]}"
+        return
+    for r in placed.rewards:
+        name, was = r.function.removeprefix(INLINE), before[r.function]
+        for f in fields(Reward):
+            if (x := getattr(was, f.name)) != (y := getattr(r, f.name)):
+                yield f"reward {name!r} has {f.name} {x} in this run, and was handed with {y}"
+    if isinstance(handed.env, PromptData):
+        for name, value in handed.env.env.args.items():
+            if own.args.get(name) != value:
+                yield f"env.args.{name} is {own.args.get(name)!r} in this run, and was handed as {value!r}"
 
 
 def given_notes(folder: Path, given: Given) -> Iterator[str]:
@@ -295,12 +333,16 @@ def given_notes(folder: Path, given: Given) -> Iterator[str]:
     before = (
         {str(o.get("name")): o.get("digest") for o in then if isinstance(o, dict)} if isinstance(then, list) else {}
     )
+    files = {p.name: {*p.files.values()} for p in own_pieces({OBJECTS: then})}
     for note in given.notes():
-        if before.get(note.name) not in (None, note.digest):
+        texts, then_texts = {*note.files.values()}, files.get(note.name, set[str]())
+        same = texts == then_texts if texts and then_texts else before.get(note.name) in (None, note.digest)
+        if not same:
+            what = "the text of its file differs" if texts and then_texts else "its source text differs"
             done = "computed with" if note.kind == "piece" else "judged by"
             yield (
-                f"note: {note.kind} {note.name!r} is not as it was when the run was begun (its source text differs)."
-                f" What follows is {done} the new one"
+                f"note: {note.kind} {note.name!r} is not as it was when the run was begun ({what}). What follows is"
+                f" {done} the new one"
             )
 
 

@@ -1,4 +1,8 @@
-"""The Python surface behind the command line: run, evaluate, export. Works inside a running event loop too."""
+"""The Python surface behind the command line: run, evaluate, export. Works inside a running event loop too.
+
+What needs torch is imported inside the functions, after the request was checked: a wrong setting or a path that is not
+there is answered at once.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +12,36 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import to_stderr
 from posttrain.api.branch import TOKENIZER
-from posttrain.api.build import PolicyRoles, make_policy, make_roles, use_threads
 from posttrain.api.console import PlainConsole
 from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse, remote_run
 from posttrain.api.environments import make_environment
 from posttrain.api.handed import HandedObjects, setting_words
 from posttrain.api.hub import is_hub, push, ready, repository_of
-from posttrain.api.model_card import model_card
 from posttrain.api.request import RunOptions, requested
-from posttrain.api.result import Result
-from posttrain.api.session import open_session
 from posttrain.api.summary import show_report
-from posttrain.api.target import adapter_base, kept_policy, run_and_checkpoint, target_run
-from posttrain.api.waiting import wait
+from posttrain.api.target import adapter_base, check_target, kept_policy, run_and_checkpoint, target_run
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.files import full
 from posttrain.core.given import Given
 from posttrain.core.ports import Environment
-from posttrain.core.reader import is_run
+from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Evaluation, Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.shell import command_line
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.saved_adapter import save_adapter
 from posttrain.environment.gallery import GALLERY
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.evaluate import evaluate as measure
-from posttrain.role.weights import load_weights
+
+if TYPE_CHECKING:
+    from posttrain.api.build import PolicyRoles
+    from posttrain.api.result import Result
 
 
 def run(
@@ -80,8 +80,13 @@ def run(
     own = algorithm if isinstance(algorithm, Algorithm) else None
     handed = HandedObjects(None if isinstance(env, str) else env, rewards, own)
     options = RunOptions(out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust, handed=handed)
-    with requested(recipe, words, options) as request, open_session(request) as session:
-        wait(session.play(), session.stopper)
+    with requested(recipe, words, options) as request:
+        from posttrain.api.result import Result
+        from posttrain.api.session import open_session
+        from posttrain.api.waiting import wait
+
+        with open_session(request) as session:
+            wait(session.play(), session.stopper)
     return Result(session.book.folder, session.run, session.results)
 
 
@@ -111,11 +116,17 @@ def evaluate(
         env, rewards: as in `run`. A run that was handed objects needs its functions again.
     """
     target, checkpoint = run_and_checkpoint(target, checkpoint)
+    if not is_url(target):
+        refuse(remote)
+        check_target(target, checkpoint)
     objects = HandedObjects(None if isinstance(env, str) else env, rewards)
     words = [f"env={env}"] if isinstance(env, str) else []
     run, weights, given = _asked_run(target, checkpoint, (*words, *overrides), objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = _contract(run, max_tokens, temperature)
+    from posttrain.api.build import make_policy, make_roles, use_threads
+    from posttrain.api.waiting import wait
+
     use_threads(run.threads)
     written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
     run = _evaluated(run, contract)
@@ -126,10 +137,11 @@ def evaluate(
         if is_url(target):
             report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
         else:
-            refuse(remote)
             policy = make_policy(run, environment, written=written, own=Path(target) if weights is not None else None)
             with closing(make_roles(run, policy, environment)) as roles:
                 if weights is not None:
+                    from posttrain.role.weights import load_weights
+
                     load_weights(weights, roles.learner)
                 sampling = contract.resolve(policy.stop_ids, roles.renderer.spell)
                 report = wait(_measured(roles, environment, sampling, how))
@@ -217,6 +229,8 @@ def export(
         The folder; or the address of the repository.
     """
     source, target = Path(run_folder), Path(folder)
+    run_file(source)
+    find(source, checkpoint)
     if not is_hub(folder):
         if target.exists() and any(target.iterdir()):
             raise RunFolderError(f"{target} exists and is not empty: choose another folder")
@@ -229,6 +243,11 @@ def export(
 
 
 def _exported(source: Path, target: Path, checkpoint: str, trust: bool, name: str, adapter: bool) -> Path:
+    from posttrain.api.model_card import model_card
+    from posttrain.engine.learner import HFLearner
+    from posttrain.engine.saved_adapter import save_adapter
+    from posttrain.role.weights import load_weights
+
     found = find(source, checkpoint)
     base = adapter_base(source) if adapter else ""
     policy = kept_policy(source, allow=trust)

@@ -163,7 +163,7 @@ def machine(asked: str | None = None) -> Machine:
     """This machine. `asked`: the device that the user set; None: the best one."""
     import torch
 
-    device, why = (asked, "") if asked is not None else _best_device(torch)
+    device, why = (asked, "") if asked is not None else best_device(_seen(torch))
     if device.startswith("cuda") and torch.cuda.is_available():
         which = torch.device(device).index or 0
         memory = torch.cuda.get_device_properties(which).total_memory / GIB
@@ -173,15 +173,46 @@ def machine(asked: str | None = None) -> Machine:
     return Machine(device=device, why=why, memory=pages / GIB, cores=cores())
 
 
-def _best_device(torch: Any) -> tuple[str, str]:
-    if torch.cuda.is_available():
+@dataclass(frozen=True, kw_only=True)
+class SeenDevices:
+    """What torch sees on this machine."""
+
+    cuda: bool = False
+    mps: bool = False
+    mps_float64: bool = False
+    """Whether MPS has float64. No torch up to now has it there."""
+    built_with_cuda: bool = True
+
+
+def best_device(seen: SeenDevices) -> tuple[str, str]:
+    """(the device to compute on, why): CUDA, else MPS where it has float64, else the CPU.
+
+    >>> best_device(SeenDevices(cuda=True))[0], best_device(SeenDevices(mps=True))[0]
+    ('cuda', 'cpu')
+    """
+    if seen.cuda:
         return "cuda", ""
-    mps = getattr(torch.backends, "mps", None)
-    if mps is not None and mps.is_available():
-        try:
-            torch.zeros(1, dtype=torch.float64, device="mps")
-        except (TypeError, RuntimeError):
-            return "cpu", "torch's MPS has no float64, by which tokens are drawn and weights are checked"
+    if seen.mps and not seen.mps_float64:
+        return "cpu", "torch's MPS has no float64, by which tokens are drawn and weights are checked"
+    if seen.mps:
         return "mps", "the GPU of this Mac"
-    built = "" if getattr(torch.version, "cuda", None) else " (it is built without CUDA)"
-    return "cpu", f"torch sees no GPU here{built}"
+    return "cpu", f"torch sees no GPU here{'' if seen.built_with_cuda else ' (it is built without CUDA)'}"
+
+
+def _seen(torch: Any) -> SeenDevices:
+    mps = getattr(torch.backends, "mps", None)
+    mps = mps is not None and mps.is_available()
+    return SeenDevices(
+        cuda=torch.cuda.is_available(),
+        mps=mps,
+        mps_float64=mps and _has_float64(torch, "mps"),
+        built_with_cuda=bool(getattr(torch.version, "cuda", None)),
+    )
+
+
+def _has_float64(torch: Any, device: str) -> bool:
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True

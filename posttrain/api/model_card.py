@@ -29,6 +29,8 @@ from posttrain.core.visible import visible
 from posttrain.role.evaluate import Score
 
 HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+PLACE = re.compile(r"(?<![\w.:/<~-])(?:~[\w-]*/|/)(?:[^\s/\"'`,;:|\\)\]]+/)+[^\s/\"'`,;:|\\)\]]*")
+"""An absolute path, or one below a home folder, of two parts or more."""
 CHECKPOINT = re.compile(r"\d+-(?P<stage>[\w-]+)-(?P<step>\d+)")
 MOST_NOTES = 12
 
@@ -77,7 +79,7 @@ def code(text: object) -> str:
     >>> code("a|b`<script>")
     "`a\\\\|b'<script>`"
     """
-    shown = visible(_home(str(text))).replace("`", "'").strip()
+    shown = visible(local_names(str(text))).replace("`", "'").strip()
     shown = re.sub(r"(\\*)\|", r"\1\1\\|", shown)  # an even number of backslashes before it leaves a | bare
     return f"`{shown}`" if shown else "-"
 
@@ -248,7 +250,8 @@ def _measured(result: HeldOutResult | None) -> list[str]:
     where = f"stage {code(result.stage)}, step {result.step}"
     out += ["| measure | value [95 % interval] | prompts |", "|---|---|---:|"]
     out += [f"| accuracy | {result.accuracy} | {result.accuracy.prompts} |"]
-    out += [f"| mean reward | {result.reward} | {result.reward.prompts} |"]
+    if result.reward != result.accuracy:
+        out += [f"| mean reward | {result.reward} | {result.reward.prompts} |"]
     which = (
         "on the weights of this model"
         if not result.behind
@@ -268,7 +271,7 @@ def _settings(run: Run) -> list[str]:
         "",
         "<details><summary>the whole run</summary>",
         "",
-        *block(_home(tree), "json"),
+        *block(local_names(tree), "json"),
         "",
         "</details>",
     ]
@@ -314,11 +317,14 @@ def _again(facts: Mapping[str, Any], run: Run) -> list[str]:
             "",
             f"Started from Python, recipe {code(run.recipe)}; the settings above are the whole run.",
         ]
-    command = _home(shlex.join(["posttrain", *words[at:]]))
+    command = local_names(shlex.join(["posttrain", *words[at:]]))
     return ["## Reproduce", "", *block(command, "sh")]
 
 
-def _home(text: str) -> str:
-    """The text without the path of the home directory of whoever writes the card."""
-    home = str(Path.home())
-    return text.replace(home, "~") if len(home) > 1 else text
+def local_names(text: str) -> str:
+    """The text with each absolute path of this machine, and each path below a home folder, as its last part.
+
+    >>> local_names("/home/me/data/mine.jsonl, /opt/r.py:right, runs/x, </think>, https://host/a/b")
+    'mine.jsonl, r.py:right, runs/x, </think>, https://host/a/b'
+    """
+    return PLACE.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)

@@ -36,7 +36,7 @@ def new_reward(name: str, folder: Path | str = ".") -> tuple[Path, Path, Path]:
     Raises:
         ConfigError: as `new_env`.
     """
-    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a, b in EXAMPLES]
+    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b), "completion": str(a + b)} for a, b in EXAMPLES]
     files = {f"{name}.py": "new_reward.txt", f"test_{name}.py": "new_reward_test.txt"}
     one, two = _write(name, folder, files, {f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
     return one, two, Path(folder) / f"{name}.jsonl"
@@ -96,7 +96,7 @@ def reward_steps(path: Path, test: Path, rows: Path, name: str) -> list[str]:
     return _listed(
         (command_line("check", "prompts", *use), "try it on the rows"),
         (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
-        (command_line("run", "grpo", *use), "train a small model from scratch on it"),
+        (command_line("run", "verifiable", *use), "train a small model from scratch on it: imitation, then the reward"),
         (command_line("run", "grpo", "model=MODEL", *use), "train a model that you have: its path for MODEL"),
     )
 

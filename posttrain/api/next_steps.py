@@ -13,8 +13,10 @@ from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.shell import command_line, with_reasons
 
-LONG = 80
+LONG = 60
 """Characters of a command that still has its reason beside it."""
+WIDTH = 78
+"""Columns of a command with its reason; where one is wider, each reason stands above its command."""
 ASKED = "asked"
 """The entry of run.json with the words that the run was started with."""
 
@@ -39,17 +41,15 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     words, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
     recipe, overrides = words if words is not None else ("", [])
     out: list[tuple[str, str]] = []
-    own = any(not type(p).__module__.startswith("posttrain.") for s in stages for p in s.algorithm.pieces)
-    if not own:  # other commands do not know the pieces of a user's file
-        out.append((command_line("show", folder), "read what it said, and what it was paid"))
-        if run.env.heldout:
-            out.append((command_line("eval", folder, "--samples", "16"), "accuracy and pass@k on more samples"))
-        if not worse:
-            out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
-    last, files = run.stages[-1], [w for w in overrides if own and w.startswith("algorithm=")]
+    out.append((command_line("show", folder), "read what it said, and what it was paid"))
+    if run.env.heldout:
+        out.append((command_line("eval", folder, "--samples", "16"), "accuracy and pass@k on more samples"))
+    if not worse:
+        out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
+    last = run.stages[-1]
     open_end = isinstance(last, Reinforce) and last.hands_on and last.wall_time is last.time_of is None
-    if open_end and (files or not own) and not worse:
-        longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}", *files)
+    if open_end and not worse:
+        longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}")
         out.append((longer, "go on for as many steps again"))
     if words is not None and not worse:
         kept = [w for w in overrides if _head(run, w) != "seed"]
@@ -65,7 +65,7 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
 
 def _lines(out: list[tuple[str, str]]) -> list[str]:
     short = [row for row in out if len(row[0]) <= LONG]
-    return [*with_reasons(short), *(line for c, why in out if len(c) > LONG for line in (f"# {why}", c))]
+    return [*with_reasons(short, WIDTH), *(line for c, why in out if len(c) > LONG for line in (f"# {why}", c))]
 
 
 def _words(folder: Path) -> tuple[str, list[str]] | None:

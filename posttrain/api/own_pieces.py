@@ -7,23 +7,54 @@ the user made the run on this machine or allows it with `--trust`. A command tha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from posttrain.core.asks import Ask, Kind
-from posttrain.core.errors import ConfigError
-from posttrain.core.given import OBJECTS, OwnPiece, file_digest
+from posttrain.core.errors import ConfigError, RunFolderError
+from posttrain.core.given import MOST_PIECES, OBJECTS, OwnPiece, file_digest
 from posttrain.core.pieces.absent import known_pieces
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.shell import command_line
-from posttrain.verifier.user_code import user_module
+from posttrain.verifier.user_code import module_name, user_module
+
+_DIGEST = "__posttrain_digest__"
+"""In an imported file of algorithms: the digest of its text."""
 
 
 def own_classes(run: Run) -> dict[str, type]:
-    """The classes of all pieces of the run that are no part of posttrain, by their names."""
+    """The classes of all pieces of the run that are no part of posttrain, by their names.
+
+    Raises:
+        ConfigError: two of them have one name, or there are too many.
+    """
     algorithms = [a for s in run.stages if isinstance(s, Reinforce) for a in s.algorithm.lineage()]
-    found = (type(p) for a in algorithms for p in a.pieces)
-    return {c.__name__: c for c in found if not c.__module__.startswith("posttrain.")}
+    found = dict.fromkeys(type(p) for a in algorithms for p in a.pieces)
+    own: dict[str, type] = {}
+    for c in found:
+        if c.__module__.startswith("posttrain."):
+            continue
+        if own.setdefault(c.__name__, c) is not c:
+            raise ConfigError(
+                f"two pieces of the run's algorithms are called {c.__name__}, and run.json tells them by their names:"
+                " rename one"
+            )
+    if len(own) > MOST_PIECES:
+        raise ConfigError(f"the run's algorithms have {len(own)} pieces of your own; at most {MOST_PIECES} are kept")
+    return own
+
+
+def algorithm_module(path: Path) -> ModuleType:
+    """Import a file of algorithms. One that was imported before and is unchanged is not run again, so that its classes
+    stay the same and algorithms made of them can be equal."""
+    digest = file_digest(path)
+    module = sys.modules.get(module_name(path))
+    if module is None or vars(module).get(_DIGEST) != digest:
+        module = user_module(path, "algorithm")
+        vars(module)[_DIGEST] = digest
+    return module
 
 
 def piece_asks(pieces: Sequence[OwnPiece]) -> Iterator[Ask]:
@@ -35,7 +66,10 @@ def piece_asks(pieces: Sequence[OwnPiece]) -> Iterator[Ask]:
 
 
 def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
-    """ConfigError where the file of a piece is not as it was when the run was begun, or there is none."""
+    """ConfigError where the file of a piece is not as it was when the run was begun, or there is none.
+
+    RunFolderError where the record of a piece is none that a run writes.
+    """
     for p in pieces:
         if not p.file:
             raise ConfigError(
@@ -44,14 +78,17 @@ def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
                 f" algorithm from Python: posttrain.run(resume={str(folder)!r}, algorithm=YOUR_ALGORITHM); or put the"
                 f" class into a file: {_again(folder, 'mine.py')}"
             )
+        if p.file not in p.files or not all(Path(name).is_absolute() for name in p.files):
+            raise RunFolderError(f"{folder / 'run.json'} is damaged: the piece {p.name} has no digest of its file")
         for name, digest in p.files.items():
             there = Path(name).is_file()
             if there and file_digest(Path(name)) == digest:
                 continue
             raise ConfigError(
                 f"{folder}: the algorithm of this run has the piece {p.name} of {name}, and that file"
-                f" {'was changed since the run was begun' if there else 'is not there'}. Put it back as it was, or go"
-                f" on with what it is now by naming it: {_again(folder, p.file)}"
+                f" {'was changed since the run was begun' if there else 'is not there'}. Put it back as it was. To go"
+                f" on with the run with what {'it is now' if there else 'another file has'}, name it:"
+                f" {_again(folder, p.file if there else 'mine.py')}"
             )
 
 
@@ -62,7 +99,7 @@ def _again(folder: Path, file: str) -> str:
 def import_again(folder: Path, pieces: Sequence[OwnPiece]) -> None:
     """Import the files of these pieces, which `check_files` found unchanged."""
     for file in dict.fromkeys(p.file for p in pieces):
-        user_module(Path(file), "algorithm")
+        algorithm_module(Path(file))
     known = known_pieces()
     for p in pieces:
         if p.name not in known:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from posttrain.core import files, reader
 from posttrain.core.errors import ConfigError, nearest
@@ -28,6 +30,8 @@ FORMATS = (".svg", ".png", ".pdf")
 HELD_OUT = ("eval/accuracy", "eval/reward")
 DEFAULT = ("rollout/reward", "eval/accuracy")
 MOST_RUNS = 12
+MOST_STAGES = 6
+"""Columns of a plot; of more stages the last ones are drawn."""
 COLOURS = ("#1f6fb4", "#d1622b", "#2d8a4e", "#a03c78", "#6b5b95", "#8c6d1f")
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "posttrain", "font.size": 9, "text.usetex": False}
 
@@ -39,8 +43,9 @@ def plot(
 ) -> Figure:
     """Draw gauges of one run or of several by step, a panel for each gauge and a line for each run.
 
-    Steps of several stages follow each other, with a line where a stage begins. Held-out gauges also have the
-    evaluations before a stage's first step and after its last one.
+    Each stage that has a curve gets a column, with its own steps and its name below; stages of several runs stand
+    together by their names. Held-out gauges also have the evaluations before a stage's first step and after its last
+    one.
 
     Args:
         folders: run folders, finished or not.
@@ -56,8 +61,8 @@ def plot(
     if out is not None and Path(out).suffix not in FORMATS:
         raise ConfigError(f"--out {out}: its ending says what is written; use one of {', '.join(FORMATS)}")
     runs = [read_outcome(f) for f in given]
-    drawn = {gauge: [_whole(of, gauge) for of in runs] for gauge in dict.fromkeys(gauges)}
-    for gauge in [g for g, curves in drawn.items() if not any(points for points, _ in curves)]:
+    drawn = {gauge: [_curves(of, gauge) for of in runs] for gauge in dict.fromkeys(gauges)}
+    for gauge in [g for g, curves in drawn.items() if not any(curves)]:
         if gauge in DEFAULT and len(drawn) > 1:  # a run that only imitates has no reward
             del drawn[gauge]
             continue
@@ -67,16 +72,34 @@ def plot(
             f" {nearest(gauge, known)}"
         )
     with _matplotlib():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7.2, 0.6 + 2.4 * len(drawn)), layout="constrained")
-        axes = figure.subplots(len(drawn), 1, squeeze=False, sharex=True)[:, 0]
-        for axis, (gauge, curves) in zip(axes, drawn.items(), strict=True):
-            _panel(axis, gauge, runs, curves)
-        axes[-1].set_xlabel("step")
+        figure = _figure(drawn, runs)
         if out is not None:
             path = Path(out)
             files.write_file(path, _written(figure, path.suffix[1:]), durable=False)
+    return figure
+
+
+def _figure(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[RunOutcome]) -> Figure:
+    """A row for each gauge, a column for each stage."""
+    from matplotlib.figure import Figure
+
+    stages = _drawn_stages(drawn, runs)
+    wide = max(7.2, 0.6 + 3.3 * len(stages))
+    figure = Figure(figsize=(wide, 0.6 + 2.4 * len(drawn)), layout="constrained")
+    axes = figure.subplots(len(drawn), len(stages), squeeze=False, sharex="col", sharey="row")
+    for row, (gauge, curves) in zip(axes, drawn.items(), strict=True):
+        row[0].set_ylabel(_text(gauge))
+        for axis, stage in zip(row, stages, strict=True):
+            _panel(axis, gauge, _labels(runs), [of.get(stage, ()) for of in curves])
+    for axis, stage in zip(axes[-1], stages, strict=True):
+        axis.set_xlabel(_text(f"step of {stage}"))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    if len(runs) > 1:
+        named = {
+            label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        columns = max(1, min(len(named), 4, int(14 * wide) // (6 + max(map(len, named)))))
+        figure.legend(named.values(), named.keys(), frameon=False, fontsize=8, loc="outside upper left", ncols=columns)
     return figure
 
 
@@ -133,41 +156,51 @@ def smooth(curve: Curve, share: float = 0.1) -> Curve:
     return tuple((x, math.fsum(part) / len(part)) for (x, _), part in zip(curve, parts, strict=True))
 
 
-def _whole(of: RunOutcome, gauge: str) -> tuple[Curve, list[tuple[int, str]]]:
-    """A gauge over all stages on one axis of steps, and (step at which a stage begins, its name)."""
-    points: list[tuple[int, float]] = []
-    begins: list[tuple[int, str]] = []
-    steps, offset = reader.steps(of.folder), 0
+def _curves(of: RunOutcome, gauge: str) -> dict[str, Curve]:
+    """A gauge of each stage by the stage's own steps. Stages without it are left out."""
+    steps = reader.steps(of.folder)
+    out: dict[str, Curve] = {}
     for s in of.stages:
-        begins.append((offset, s.name))
         if gauge in HELD_OUT:
             curve = s.heldout if gauge == "eval/accuracy" else s.heldout_reward
         else:
             own = (x for x in steps if x.stage == s.name and gauge in x.gauges and x.gauges[gauge].count)
             curve = tuple((x.index, x.gauges[gauge].mean) for x in own)
-        points += [(offset + i, y) for i, y in curve if math.isfinite(y)]
-        offset += s.steps
-    return tuple(points), begins
+        if curve := tuple((i, y) for i, y in curve if math.isfinite(y)):
+            out[s.name] = curve
+    return out
 
 
-def _panel(
-    axis: Axes, gauge: str, runs: Sequence[RunOutcome], curves: Sequence[tuple[Curve, list[tuple[int, str]]]]
-) -> None:
-    for i, (of, (points, begins)) in enumerate(zip(runs, curves, strict=True)):
+def _drawn_stages(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[RunOutcome]) -> list[str]:
+    """The stages that get a column, in their order: those with a curve of some gauge, or all where none has two
+    points."""
+    found = {n: 0 for of in runs for n in (s.name for s in of.stages)}
+    for by_stage in (one for curves in drawn.values() for one in curves):
+        for name, curve in by_stage.items():
+            found[name] = max(found[name], len(curve))
+    lines = [name for name, points in found.items() if points > 1]
+    return (lines or [name for name, points in found.items() if points])[-MOST_STAGES:]
+
+
+def _labels(runs: Sequence[RunOutcome]) -> list[str]:
+    """A name for each run: its folder's, or its path where two folders have one name."""
+    names = [of.folder.name for of in runs]
+    return [_text(str(of.folder) if names.count(of.folder.name) > 1 else of.folder.name) for of in runs]
+
+
+def _panel(axis: Axes, gauge: str, labels: Sequence[str], curves: Sequence[Curve]) -> None:
+    """One gauge in one stage, a line for each run that has it."""
+    for i, (label, points) in enumerate(zip(labels, curves, strict=True)):
+        if not points:
+            continue
         colour = COLOURS[i % len(COLOURS)]
         line = "-" if i < len(COLOURS) else "--"
         if gauge in HELD_OUT:
-            axis.plot(*_xy(points), line, color=colour, marker="o", markersize=3, label=_text(of.folder.name))
+            axis.plot(*_xy(points), line, color=colour, marker="o", markersize=3, label=label)
         else:
             axis.plot(*_xy(points), color=colour, alpha=0.25, linewidth=0.7)
-            axis.plot(*_xy(smooth(points, 0.05)), line, color=colour, label=_text(of.folder.name))
-        for step, name in begins[1:] if len(runs) == 1 else ():
-            axis.axvline(step, color="#999999", linewidth=0.7, linestyle=":")
-            axis.annotate(_text(name), (step, 1), xycoords=("data", "axes fraction"), fontsize=7, va="bottom")
-    axis.set_ylabel(_text(gauge))
+            axis.plot(*_xy(smooth(points)), line, color=colour, label=label)
     axis.grid(alpha=0.25)
-    if len(runs) > 1:
-        axis.legend(frameon=False, fontsize=8)
 
 
 def _xy(curve: Curve) -> tuple[list[int], list[float]]:
@@ -185,7 +218,7 @@ def _matplotlib() -> Iterator[None]:
     """matplotlib with our settings for the length of the block; characters that no font has are drawn as boxes."""
     import matplotlib
 
-    with matplotlib.rc_context(cast("Any", STYLE)), warnings.catch_warnings():
+    with matplotlib.rc_context(cast("Any", STYLE)), warnings.catch_warnings(), np.errstate(over="raise"):
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         try:
             yield

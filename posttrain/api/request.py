@@ -14,11 +14,12 @@ from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, edit_notes, missing_notes
 from posttrain.api.algorithm_file import check_same, without_algorithm
 from posttrain.api.branch import is_branch, pinned, run_source, was_built
-from posttrain.api.defaults import for_model, given_paths
+from posttrain.api.defaults import for_model, given_paths, room_for_minibatches
 from posttrain.api.environments import check_environment, distinct, own_environments
 from posttrain.api.extend import Extension, check_changes, extension
 from posttrain.api.handed import HandedObjects, given_again, given_notes, object_notes, recorded
 from posttrain.api.next_steps import asked_words
+from posttrain.api.own_pieces import own_classes
 from posttrain.api.run_file import code_notes, is_recipe, run_of
 from posttrain.api.trackers import check_trackers
 from posttrain.core.book import Book
@@ -117,7 +118,9 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     words = asked_words(recipe, overrides) if options.handed == HandedObjects() else {}
     overrides, handed = without_algorithm(overrides, options.handed)
     base, objects = handed.place(run_of(recipe))
-    run, origin = pinned(dotted.apply(base, list(overrides)))
+    room = room_for_minibatches(base, overrides) if is_recipe(recipe) else []
+    run, origin = pinned(dotted.apply(base, [*room, *overrides]))
+    objects = replace(objects, pieces=own_classes(run))  # overrides may have named others than the base has
     given = given_paths(base, overrides) | handed.paths if is_recipe(recipe) else None
     out = Path(options.out) if options.out else None
     about = {**words, **origin, **recorded(objects)}

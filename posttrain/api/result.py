@@ -7,9 +7,8 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from posttrain.controller.stages import StageResult, where
 from posttrain.core import reader
 from posttrain.core.checkpoint import scan
 from posttrain.core.content import shown
@@ -21,6 +20,9 @@ from posttrain.core.run import Run
 from posttrain.core.verdict import Judged
 from posttrain.core.verdict import failed as broken
 from posttrain.core.visible import visible, visible_lines
+
+if TYPE_CHECKING:
+    from posttrain.controller.stages import StageResult
 
 WIDTH = 100
 """Most characters of a line in a `repr`."""
@@ -78,7 +80,7 @@ class RolloutView:
             ("prompt", self.prompt),
             ("said", self.said),
             *([("wanted", str(self.answer))] if self.answer is not None else []),
-            ("reward", "not judged" if self.reward is None else f"{self.reward:.4g}"),
+            ("reward", "not judged" if self.reward is None else f"{self.reward:.3g}"),
             *((f"{j.source} (weight {j.weight:g})", _verdict(j)) for j in self.verdicts),
             ("ended", f"{self.stop}, {self.record.episode.spoken} tokens"),
         ]
@@ -87,7 +89,7 @@ class RolloutView:
 
 def _verdict(j: Judged) -> str:
     v = j.verdict
-    score = v.state.value if v.score is None else f"{v.score:.4g}"
+    score = v.state.value if v.score is None else f"{v.score:.3g}"
     return "  ".join(x for x in (score, v.kind, v.why) if x)
 
 
@@ -256,6 +258,8 @@ def load(folder: str | Path) -> Result:
     found = scan(folder)
     stages: tuple[StageResult, ...] = ()
     if found:
+        from posttrain.controller.stages import where  # imports torch
+
         with damage_is_named(f"{found[-1].folder}/state.json"):
             stages = where(run, found[-1].state).results
     return Result(folder, run, stages)

@@ -12,6 +12,9 @@ from posttrain.core.given import LARGEST_ROWS
 
 WANTED = "a list of dicts, a datasets.Dataset, a pandas data frame, or the path of a file"
 
+DEEPEST = 100
+"""Deepest nesting of a row's value."""
+
 
 def jsonl(rows: Any, split: str = "train") -> str:
     """The rows as JSONL. The package of a data set or a frame is never imported here: the object is asked.
@@ -27,7 +30,7 @@ def jsonl(rows: Any, split: str = "train") -> str:
                 f"prompts row {number}: a row is a dict such as {{'prompt': '...', 'answer': '...'}}, but this is"
                 f" {type(row).__name__} {row!r:.60}"
             )
-        plain = {str(k): _plain(v, f"prompts row {number}: {k!r}") for k, v in row.items()}
+        plain = {str(k): _plain(v, f"prompts row {number}: {str(k)[:40]!r}") for k, v in row.items()}
         lines.append(f"{json.dumps(plain)}\n")
         size += len(lines[-1])
         if size > LARGEST_ROWS:
@@ -72,16 +75,19 @@ def _missing(value: Any) -> bool:
     )
 
 
-def _plain(value: Any, place: str) -> Any:
+def _plain(value: Any, place: str, depth: int = 0) -> Any:
     """A value as JSON has it. Arrays and numbers of NumPy, torch and arrow are taken by their values."""
+    if depth > DEEPEST:
+        raise DataError(f"{place} is nested more than {DEEPEST} deep, or holds itself: write it flatter")
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(k): _plain(v, f"{place}.{k}") for k, v in cast("Mapping[Any, Any]", value).items()}
+        inner = cast("Mapping[Any, Any]", value)
+        return {str(k): _plain(v, f"{place}.{k}" if depth < 5 else place, depth + 1) for k, v in inner.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v, place) for v in cast("list[Any]", value)]
+        return [_plain(v, place, depth + 1) for v in cast("list[Any]", value)]
     if hasattr(value, "tolist"):
-        return _plain(value.tolist(), place)
+        return _plain(value.tolist(), place, depth + 1)
     raise DataError(
         f"{place} holds a {type(value).__name__}, which JSON does not have: write it as text or a number, or leave the"
         " column out"

@@ -64,4 +64,7 @@ def code_notes(given: str | Run, run: Run) -> tuple[str, ...]:
     """Lines about the Python files that a YAML file names, which run with the user's rights."""
     if isinstance(given, Run) or Path(given).suffix not in YAML:
         return ()
-    return tuple(f"note: {given} names code: {a.path} {a.what}" for a in asks(run) if a.kind is Kind.CODE)
+    from posttrain.api.written import algorithm_files
+
+    own = (f"note: {given} names code: algorithm={word}" for word in algorithm_files(Path(given).expanduser()))
+    return (*(f"note: {given} names code: {a.path} {a.what}" for a in asks(run) if a.kind is Kind.CODE), *own)

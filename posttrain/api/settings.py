@@ -16,6 +16,7 @@ from posttrain.core.formula import word
 from posttrain.core.meanings import about, meaning
 from posttrain.core.run import Model, Reinforce, Run, Supervised
 from posttrain.core.stage import Stage
+from posttrain.environment.make import shipped_class
 
 MAIN: dict[type, tuple[str, ...]] = {
     Run: ("model", "env", "env.prompts", "env.rewards", "env.heldout", "engine", "seed", "trackers"),
@@ -140,6 +141,9 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
         here = f"{path}.{name}" if path else name
         within = f"{inside}.{name}" if inside else name
         values = tuple(getattr(n, name) for n in nodes)
+        if cls is Env and name == "args" and (known := [*_arguments(nodes, here)]):
+            yield from known
+            continue
         group = tree.pieces(declared)
         only = len(group) == 1 and not tree.is_union(declared) and not any(m in SHORT for m in tree.members(declared))
         if not (only and tree.tuple_item(declared) is None):
@@ -151,6 +155,17 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
                 main.index(within) + 1 if within in main else 0,
             )
         yield from _below(values, here, main, within)
+
+
+def _arguments(nodes: tuple[Env, ...], path: str) -> Iterator[Setting]:
+    """What a shipped environment takes, by its fields. Of another one only what is set is known without running it."""
+    own = shipped_class(nodes[0].name) if len({n.name for n in nodes}) == 1 else None
+    if own is None:
+        return
+    defaults = {f.name: f for f in dataclasses.fields(own)}
+    for name in own.settings():
+        values = tuple(n.args.get(name, _default(defaults[name])) for n in nodes)
+        yield Setting(f"{path}.{name}", values, meaning(own, name), "")
 
 
 def _below(values: tuple[Any, ...], path: str, main: tuple[str, ...], within: str) -> Iterator[Setting]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, to_stderr
@@ -15,9 +15,11 @@ from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, DataError, RunFolderError, UntrustedError
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Env, Model, Reinforce, Run
-from posttrain.engine.kept import kept, write_config
-from posttrain.engine.models import Policy, base_digest, load_policy
+from posttrain.engine.locate import check_source
 from posttrain.engine.saved_adapter import saved_adapter
+
+if TYPE_CHECKING:
+    from posttrain.engine.models import Policy
 
 
 def target_run(
@@ -61,6 +63,19 @@ def run_and_checkpoint(target: str | Path, checkpoint: str) -> tuple[str | Path,
     return source
 
 
+def check_target(target: str | Path, checkpoint: str) -> None:
+    """Refuse a target that is not there, before anything is imported or chosen for it.
+
+    Raises:
+        RunFolderError: a run folder without such a checkpoint.
+        ConfigError, DataError: no model can be read from there.
+    """
+    if is_run(target):
+        find(Path(target), checkpoint)
+    else:
+        check_source("", str(target))
+
+
 def model_run(target: str | Path) -> Run:
     """A run that evaluates a model of the user's."""
     return Run(recipe="eval", model=Model(path=str(target)), env=Env(), stages=(Reinforce(name="eval"),))
@@ -72,6 +87,8 @@ def model_run(target: str | Path) -> Run:
 def keep_policy(book: Book, policy: Policy) -> None:
     """Write the model configuration and tokenizer that `kept_policy` and `show` read. Beneath an adapter, weights that
     were built, or that another run learned, are kept too."""
+    from posttrain.engine.kept import write_config
+
     path = book.run.model.path
     base = policy.lora is not None and (path is None or run_source(path) is not None)
     book.beside(TOKENIZER, policy.tokenizer.save_pretrained)
@@ -85,6 +102,9 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
         RunFolderError: its tokenizer is not the one the run was made with.
         UntrustedError: building its model needs what `model.*` names, and that is not allowed.
     """
+    from posttrain.engine.kept import kept
+    from posttrain.engine.models import load_policy
+
     found = run_file(folder)
     stops: Any = found.facts.get("stop_ids")
     try:
@@ -103,6 +123,8 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
 
 def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
     """The policy at `model.path`: a model directory, a hub id, a run folder or one of its checkpoints."""
+    from posttrain.engine.models import load_policy
+
     if run_source(model.path) is not None:
         return branched_policy(model, seed, most)
     return load_policy(model, None, seed, most=most)
@@ -131,6 +153,8 @@ def built_policy(folder: Path, run: Run) -> Policy:
 
     A model that was built by the run gets its tokenizer from the folder, so no environment is needed for its alphabet.
     """
+    from posttrain.engine.models import load_policy
+
     if (branched := begun_with(folder, run)) is not None:
         return branched
     if run.model.path is not None:
@@ -150,6 +174,8 @@ def same_base(folder: Path, policy: Policy) -> Policy:
     Raises:
         RunFolderError: they are others, so the run's adapter does not belong to them.
     """
+    from posttrain.engine.models import base_digest
+
     then: Any = run_file(folder).facts.get("base_digest")
     if policy.lora is not None and then is not None and then != (now := base_digest(policy)):
         raise RunFolderError(

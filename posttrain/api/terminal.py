@@ -13,6 +13,7 @@ from posttrain.api.console import PlainConsole
 from posttrain.api.notebook import NotebookLine, in_kernel
 from posttrain.core.gauge import Step
 from posttrain.core.run import Run
+from posttrain.core.shell import wrapped
 from posttrain.diagnose.said import RULE, SaidOnce
 
 PLAIN_EVERY = 5.0
@@ -65,8 +66,10 @@ class Terminal:
             self.say(f"  {noted(step, note)}")
 
     def say(self, line: str) -> None:
+        """Print a line, wrapped in a terminal. In a log it stays whole, so that it can be searched."""
         self._close()
-        self.console.print(line)
+        for part in wrapped(line, self.console.width) if self.console.is_terminal else (line,):
+            self.console.print(part)
 
     def close(self, summary: Mapping[str, float]) -> None:
         self._close()

@@ -17,9 +17,10 @@ from posttrain.core.types import Content, Message, Segment, Task
 
 PAIRS, TOKENS = 8, 4096
 """Most prompts that are scored in both forms, and the tokens after which no more are taken."""
-BETTER, SURE = 0.2, 3.0
-"""Nats a token by which right answers must be likelier in the other form, and standard errors that it must be above
-0."""
+BETTER, SHARE, SURE = 0.2, 0.2, 3.0
+"""Nats a token by which right answers must be likelier in the other form, the share of what they have in this form
+that it must be, and standard errors that it must be above 0. A model that knows neither form has nearly the same, large
+distance from both."""
 
 
 def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list[str]:
@@ -41,9 +42,7 @@ def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list
     if len(pairs) < 4:
         return []
     here, there = (_logps(parts, [p[i] for p in pairs]) for i in (0, 1))
-    gain = there - here
-    error = float(gain.std(ddof=1)) / len(gain) ** 0.5
-    if gain.mean() < BETTER or gain.mean() < SURE * error:
+    if not clearly_better(here, there):
         return []
     chat = not isinstance(known[0][0].prompt, str)
     was, other = ("chats", "plain text") if chat else ("plain text", "chats in the model's template")
@@ -57,6 +56,13 @@ def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list
         f" have {here.mean():.2g} nats a token after them, and {there.mean():.2g} after the same prompts as {other}."
         f" To change it, {how}"
     ]
+
+
+def clearly_better(here: np.ndarray, there: np.ndarray) -> bool:
+    """Whether answers are likelier in the other form, by the log-probs of each a token, so that it is no chance."""
+    gain = there - here
+    error = float(gain.std(ddof=1)) / len(gain) ** 0.5
+    return bool(gain.mean() >= max(BETTER, -SHARE * here.mean(), SURE * error))
 
 
 def answers(env: Environment, tasks: Sequence[Task]) -> list[tuple[Task, str]]:

@@ -2,7 +2,7 @@
 
 Numbers are read as people write them (`1e-6` is a number, `no` is a text), and strictly: an unknown key, a key given
 twice or a value of a wrong type is an error with file and line. Aliases, tags and large files are refused.
-An algorithm is its name, or `base: NAME` with the choices that differ, or all of it.
+An algorithm is its name or `path.py:NAME`, or `base:` one of these with the choices that differ, or all of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import yaml
 
+from posttrain.api.algorithm_file import algorithm_of
 from posttrain.api.overrides import USER_PATCH
 from posttrain.core import foreign, tree
 from posttrain.core.algorithm import CHOICES, Algorithm, differences, patch
@@ -56,45 +57,47 @@ _PLAIN = {f"tag:yaml.org,2002:{t}" for t in ("bool", "int", "float", "null", "st
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def to_yaml(run: Run, recipe: Run | None = None, reasons: Mapping[str, str] | None = None) -> str:
+def to_yaml(
+    run: Run,
+    recipe: Run | None = None,
+    reasons: Mapping[str, str] | None = None,
+    own: Mapping[str, Algorithm] | None = None,
+) -> str:
     """The run as YAML.
 
     Args:
         recipe: values that differ from this run's have a comment with its value.
         reasons: by the path of an override: why a value was chosen; a comment too.
+        own: algorithms of the user's files, by their words `path.py:NAME`.
     """
-    base = _document(recipe) if recipe is not None else None
-    return "\n".join(_lines(_document(run), base, "", reasons or {}, ())) + "\n"
+    base = _document(recipe, LADDER) if recipe is not None else None
+    return "\n".join(_lines(_document(run, {**LADDER, **(own or {})}), base, "", reasons or {}, ())) + "\n"
 
 
-def _document(run: Run) -> dict[str, Any]:
+def _document(run: Run, named: Mapping[str, Algorithm]) -> dict[str, Any]:
     """The plain tree with short algorithms, and the stages by their names."""
     data = tree.to_plain(run)
     stages: dict[str, Any] = {}
     for stage, plain in zip(run.stages, data["stages"], strict=True):
         body = {k: v for k, v in plain.items() if k != "name"}
         if isinstance(found := getattr(stage, "algorithm", None), Algorithm):
-            body["algorithm"] = _short(found, body["algorithm"])
+            body["algorithm"] = _short(found, body["algorithm"], named)
         stages[stage.name] = body
     return {**data, "stages": stages}
 
 
-def _short(a: Algorithm, plain: Any) -> Any:
-    if LADDER.get(a.name) == a:
-        return a.name
+def _short(a: Algorithm, plain: Any, named: Mapping[str, Algorithm]) -> Any:
+    if (name := _name(a, named)) is not None:
+        return name
     parent = a.parent
-    if (
-        parent is not None
-        and LADDER.get(parent.name) == parent
-        and (a.name, a.paper, a.note)
-        == (
-            f"{parent.name}+user",
-            USER_PATCH,
-            "",
-        )
-    ):
-        return {"base": parent.name, **{choice: plain[choice] for choice in differences(parent, a)}}
-    return plain
+    if parent is None or (a.name, a.paper, a.note) != (f"{parent.name}+user", USER_PATCH, ""):
+        return plain
+    base = _name(parent, named)
+    return plain if base is None else {"base": base, **{choice: plain[choice] for choice in differences(parent, a)}}
+
+
+def _name(a: Algorithm, named: Mapping[str, Algorithm]) -> str | None:
+    return next((name for name, known in named.items() if known.name == a.name and known == a), None)
 
 
 def _lines(
@@ -185,15 +188,39 @@ def _algorithm(data: Any, path: str) -> Algorithm:
     table = cast("dict[str, Any]", data)
     if "base" not in table:
         return cast("Algorithm", tree.build(Algorithm, table, path))
-    if table["base"] not in LADDER:
-        raise ConfigError(f"{path}.base={table['base']}: no such algorithm; {nearest(str(table['base']), LADDER)}")
-    parent, known = LADDER[table["base"]], tree.hints(Algorithm)
+    parent, known = _base(table["base"], path), tree.hints(Algorithm)
     for name in table:
         if name != "base" and name not in CHOICES:
             raise ConfigError(f"{path}.{name}: an algorithm has no such choice; {nearest(name, CHOICES)}")
     wanted = {n: tree.build(known[n], v, f"{path}.{n}") for n, v in table.items() if n != "base"}
     changes = {n: v for n, v in wanted.items() if getattr(parent, n) != v}
     return patch(parent, f"{parent.name}+user", USER_PATCH, **changes) if changes else parent
+
+
+def _base(word: Any, path: str) -> Algorithm:
+    """The algorithm that a name or `path.py:NAME` stands for."""
+    if _is_file(word):
+        try:
+            return algorithm_of(word)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+    if word not in LADDER:
+        raise ConfigError(f"{path}.base={word}: no such algorithm; {nearest(str(word), LADDER)}")
+    return LADDER[word]
+
+
+def _is_file(word: Any) -> bool:
+    return isinstance(word, str) and ":" in word
+
+
+def algorithm_files(path: Path) -> tuple[str, ...]:
+    """The `path.py:NAME` of all algorithms that a YAML file names."""
+    data = _parse(foreign.read_bytes(path, LARGEST, ConfigError), str(path), {})
+    stages: Any = cast("dict[str, Any]", data).get("stages") if isinstance(data, dict) else None
+    bodies = list(cast("dict[str, Any]", stages).values()) if isinstance(stages, dict) else []
+    short = [cast("dict[str, Any]", b).get("algorithm") for b in bodies if isinstance(b, dict)]
+    words = [cast("dict[str, Any]", s).get("base") if isinstance(s, dict) else s for s in short]
+    return tuple(dict.fromkeys(str(w) for w in words if _is_file(w)))
 
 
 def _parse(text: bytes | str, place: str, lines: dict[str, int]) -> Any:

@@ -80,12 +80,24 @@ def slices(trained: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {n: t.detach().flatten()[:SLICE].clone() for n, t in trained.items()}
 
 
+def divergence(before_M: np.ndarray, after_M: np.ndarray) -> Gauge:
+    """The estimate r - 1 - log r of the divergence, over the tokens. A token with a log-prob that is no number, or that
+    neither policy can say (top-k and top-p at their borders), is left out: one of them would make the mean NaN.
+
+    >>> divergence(np.array([-1.0, -np.inf, np.nan, -2.0]), np.array([-1.0, -np.inf, -1.0, -np.inf])).count
+    2.0
+    """
+    with np.errstate(invalid="ignore"):
+        gap = after_M.astype(np.float64) - before_M
+    gap = np.clip(gap[~np.isnan(gap)], -LIMIT, LIMIT)
+    return Gauge(float(np.sum(np.exp(gap) - 1 - gap)), float(len(gap)))
+
+
 def change(roles: ReinforceRoles, was: Before) -> Gauges:
     """The gauges of a step that moved weights."""
     out: Gauges = {}
     if was.packed is not None:
-        gap = np.clip(roles.learner.score(was.packed).astype(np.float64) - was.logp_M, -LIMIT, LIMIT)
-        out["policy/kl_step"] = Gauge(float(np.sum(np.exp(gap) - 1 - gap)), len(gap))
+        out["policy/kl_step"] = divergence(was.logp_M, roles.learner.score(was.packed))
     moved = size = 0.0
     for name, now in roles.trainer.trained().items():
         old = was.weights[name]

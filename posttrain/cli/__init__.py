@@ -14,9 +14,11 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from posttrain.cli.fold import screen_width
 from posttrain.cli.parser import read_words
 from posttrain.core.errors import PosttrainError, RunFolderError
 from posttrain.core.files import full
+from posttrain.core.shell import wrapped
 from posttrain.core.visible import guard_errors, guard_logs, tell
 
 
@@ -37,6 +39,11 @@ def _full(error: OSError, why: str, helps: str) -> int:
     return RunFolderError.exit_code
 
 
+def _shown(message: str) -> str:
+    """A message in the columns of a terminal. Elsewhere its lines stay whole, so that a program finds words in them."""
+    return "\n".join(wrapped(message, screen_width())) if sys.stderr.isatty() else message
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     guard_logs()
@@ -48,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except PosttrainError as error:
-        tell(f"posttrain: {error}", file=sys.stderr)
+        tell(_shown(f"posttrain: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         tell("posttrain: interrupted", file=sys.stderr)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.formula.picture import WIDTH
+from posttrain.core.reader import run_file
 from posttrain.core.visible import overwrite, tell
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class AblateOptions:
 
 def show(run: str, against: Sequence[str], at: AblateOptions, plain: bool, trust: bool) -> None:
     """Evaluate and print; `plain` prints JSON."""
+    run_file(run)  # a folder that is not there is told before torch is imported
     from posttrain.api.ablate import ablate
 
     progress = ProgressLine()

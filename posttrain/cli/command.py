@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import textwrap
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,50 @@ EXIT_CODES = """\
 exit codes: 0 done, 1 a bug (with traceback), 2 wrong usage or configuration,
 3 an invariant broke, 4 data or model cannot be read, 5 the run folder,
 6 the engine, 7 the reward function, 130 Ctrl-C, 143 SIGTERM"""
+
+
+class HelpText(RawDescriptionHelpFormatter):
+    """Help as wide as the terminal: descriptions are wrapped, and an example goes on below with a `\\`, so that it can
+    be copied."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(part for line in text.splitlines() for part in fitted(line, width))
+
+
+def fitted(line: str, width: int) -> list[str]:
+    """A line of help in lines of at most `width` columns.
+
+    >>> fitted("  posttrain run grpo model=my-model  # a comment", 30)
+    ['  # a comment', '  posttrain run grpo \\\\', '    model=my-model']
+    """
+    if len(line) <= width:
+        return [line]
+    lead = line[: len(line) - len(line.lstrip())]
+    if not line.lstrip().startswith("posttrain "):
+        return textwrap.wrap(
+            line.strip(),
+            width,
+            initial_indent=lead,
+            subsequent_indent=lead,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    command, comment = re.fullmatch(r"(.*?)( +#.*)?", line.strip()).groups(default="")  # type: ignore[union-attr]
+    said = [f"{lead}# {comment.strip(' #')}"] if comment else []
+    if len(lead + command) <= width:
+        return [*said, lead + command]
+    lines = textwrap.wrap(
+        command,
+        width - 2,
+        initial_indent=lead,
+        subsequent_indent=f"{lead}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [*said, *(f"{x} \\" for x in lines[:-1]), lines[-1]]
 
 
 def add_command(
@@ -30,7 +76,7 @@ def add_command(
         help=text,
         description=text,
         epilog=f"example:\n  {example}\n\n{EXIT_CODES}",
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
         allow_abbrev=False,
         add_help=add_help,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from itertools import zip_longest
 
@@ -14,6 +15,10 @@ from posttrain.core.ladder import LADDER, algorithm
 from posttrain.core.shell import command_line, with_reasons
 
 BETWEEN = "   "
+CREDIT = 11
+"""Columns to which the credit of the table is folded first: of a baseline and a scale each."""
+NARROWEST_CELL = 8
+"""Columns below which no cell of the table is made narrower."""
 
 
 def tree() -> str:
@@ -24,11 +29,28 @@ def tree() -> str:
             (command_line("ladder", "--table"), "all in one table: baseline, trust region, anchor, cost"),
             (command_line("ladder", "--diff", "A", "B"), "the choices in which two differ"),
             (command_line("ladder", "--on", "RUN"), "what each would do with the batches of one of your runs"),
-        )
+        ),
+        screen_width(),
     )
     return "\n".join(
-        [FORM, "", *picture(), "", f"{len(LADDER)} algorithms; numbers that are off are not printed.", *more]
+        [
+            *_form(),
+            "",
+            *picture(_width()),
+            "",
+            f"{len(LADDER)} algorithms; numbers that are off are not printed.",
+            *more,
+        ]
     )
+
+
+def _named(name: str) -> Algorithm:
+    """An algorithm of the ladder, or of the user's own file, which is imported only then."""
+    if ":" not in name:
+        return algorithm(name)
+    from posttrain.api.algorithm_file import algorithm_of
+
+    return algorithm_of(name)
 
 
 def table() -> str:
@@ -36,13 +58,36 @@ def table() -> str:
     head = ("name", "A", "region", "weight", "anchor", "fwd", "memory")
     rows = [head, *(_row(a) for a in LADDER.values())]
     wide = [max(len(r[i]) for r in rows) for i in range(len(head))]
-    lines = ["  ".join(f"{x:<{w}}" for x, w in zip(r, wide, strict=True)).rstrip() for r in rows]
+    gap = 2 if sum(wide) + 2 * len(wide) - 2 <= screen_width() else 1
+    while (over := sum(wide) + gap * (len(wide) - 1) - screen_width()) > 0:
+        widest = 1 if wide[1] > CREDIT else max(range(1, len(wide)), key=wide.__getitem__)
+        if wide[widest] <= NARROWEST_CELL:
+            break
+        wide[widest] -= min(over, wide[widest] - CREDIT) if widest == 1 and wide[1] > CREDIT else 1
+    lines: list[str] = []
+    for row in rows:
+        cells = zip_longest(*(_cell(x, w) for x, w in zip(row, wide, strict=True)), fillvalue="")
+        lines += [(" " * gap).join(f"{x:<{w}}" for x, w in zip(c, wide, strict=True)).rstrip() for c in cells]
     foot = (
         "A: baseline/scale, whitening. anchor: what pi is compared with; - where no ratio is formed.",
         "fwd: forward-only passes over a step's tokens; +1 where a step takes several optimizer steps.",
         "memory: copy of the weights, value head, K or V(ocabulary) log-probs a token.",
     )
-    return "\n".join([*lines, "", *foot])
+    return "\n".join([*lines, "", *(part for line in foot for part in fold(line, screen_width()))])
+
+
+def _cell(text: str, width: int) -> list[str]:
+    """The lines of a cell, parted after `/`, `,`, `+` or `_` where there are any.
+
+    >>> _cell("groupmean/mixed_share", 12)
+    ['groupmean/', 'mixed_share']
+    """
+    out = [""]
+    for part in re.findall(r"[^/,+_]+[/,+_]*|[/,+_]+", text):
+        if len(out[-1]) + len(part) > width and out[-1]:
+            out.append("")
+        out[-1] += part
+    return [line for part in out for line in fold(part, width)]
 
 
 def _row(a: Algorithm) -> tuple[str, ...]:
@@ -69,8 +114,8 @@ def _row(a: Algorithm) -> tuple[str, ...]:
 
 def one(name: str) -> str:
     """One algorithm: its changes, formulas, choices, inputs, cost and lineage."""
-    a = algorithm(name)
-    out = [f"{a.name}   ({source(a)})", "", FORM, ""]
+    a = _named(name)
+    out = [f"{a.name}   ({source(a)})", "", *_form(), ""]
     out += [line for label, text in formulas(a) for line in _prose(f"  {label:<8} ", text)]
     if a.pull is not None and a.pull.truth:
         out += _prose("  KL       ", f"its gradient is {a.pull.truth}")
@@ -105,6 +150,15 @@ def _prose(lead: str, text: str) -> list[str]:
     ) or [lead.rstrip()]
 
 
+def _form() -> list[str]:
+    """The form of every algorithm; where the columns do not reach, the words stand below their line."""
+    out: list[str] = []
+    for line in FORM.split("\n"):
+        parts = re.split(r" {3,}", line) if len(line) > _width() else [line]
+        out += [parts[0], *(f"       {p}" for p in parts[1:])]
+    return out
+
+
 def _width() -> int:
     """Columns of an algorithm in full: those of the terminal, and 100 at most."""
     return min(WIDTH, screen_width())
@@ -112,7 +166,7 @@ def _width() -> int:
 
 def diff(left: str, right: str) -> str:
     """The choices in which two algorithms differ, in the columns of the terminal; what is longer is wrapped."""
-    a, b = algorithm(left), algorithm(right)
+    a, b = _named(left), _named(right)
     rows = [(f, word(x), word(y)) for f, (x, y) in differences(a, b).items()]
     if not rows:
         return f"{a.name} and {b.name} make the same choices"

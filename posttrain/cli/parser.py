@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from itertools import pairwise
 from typing import NoReturn, cast
 
-from posttrain.cli.command import EXIT_CODES, Subparsers
+from posttrain.cli.command import EXIT_CODES, HelpText, Subparsers
 from posttrain.cli.commands import (
     check_command,
     compare_command,
@@ -104,7 +104,7 @@ def _parsers() -> tuple[ArgumentParser, Subparsers]:
         prog="posttrain",
         description="RL post-training for language models: the whole loop, from one laptop command.",
         epilog=f"example:\n  posttrain run ladder seed=1 algorithm=dapo rl.steps=40\n\n{EXIT_CODES}",
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     top.add_argument("--version", action=ShowVersion, help="versions of posttrain, Python and what a run computes with")
     top.set_defaults(command=welcome)

@@ -87,6 +87,7 @@ def _main(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Iterator[s
     shared = [s for g in found for s in g.settings if s.main and not _of_stage(s, stages)]
     yield from ("", "model, data and run")
     yield from _lines(sorted(shared, key=lambda s: s.main), columns)
+    yield from _arguments(run, found, columns)
     titles = [g for g in found if ":" not in g.title and g.title.startswith("stage")]
     for group in titles:
         mine = [s for g in found if g.title.partition(":")[0] == group.title for s in g.settings if s.main]
@@ -96,6 +97,15 @@ def _main(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Iterator[s
     yield ""
     more = f"more: --help=NAME shows a group ({', '.join(names)}), one setting (--help={_example(run)}), or all"
     yield from textwrap.wrap(more, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _arguments(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
+    """The settings of the run's environment itself, in one entry."""
+    own = [s for g in found for s in g.settings if s.path.startswith("env.args.")]
+    if own:
+        names = ", ".join(f"{s.path.removeprefix('env.args.')}={_short(visible(s.now)) or 'none'}" for s in own)
+        said = f"What {visible(run.env.name)} takes: {names} (--help=env.args tells each)."
+        yield from _lines([Setting("env.args.NAME", (), said, "")], columns)
 
 
 def _example(run: Run) -> str:

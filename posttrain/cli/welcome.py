@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from posttrain.cli.fold import screen_width
 from posttrain.core.shell import command_line, with_reasons
 from posttrain.core.version import VERSION
 from posttrain.core.visible import tell
@@ -15,7 +16,7 @@ from posttrain.core.visible import tell
 SHOWN = ("torch", "transformers", "tokenizers", "numpy")
 """Packages whose versions are told: those whose change changes what a run computes."""
 FIRST = (
-    (("run", "ladder"), "train a tiny model in four stages: 3 minutes on 2 cores"),
+    (("run", "ladder"), "train a tiny model in four stages, 3 minutes"),
     (("run", "--help"), "the recipes, also for your own model and data"),
     (("--help",), "all commands"),
 )
@@ -24,7 +25,7 @@ FIRST = (
 def welcome(o: argparse.Namespace) -> int:
     """Three commands to begin with. Exit code 0, because nothing is wrong."""
     tell(f"posttrain {VERSION}: RL post-training for language models. To begin:\n")
-    for line in with_reasons((command_line(*words), why) for words, why in FIRST):
+    for line in with_reasons(((command_line(*words), why) for words, why in FIRST), screen_width() - 2):
         tell(f"  {line}")
     return 0
 

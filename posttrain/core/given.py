@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from posttrain.core import foreign
+from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError, DataError, RunFolderError, nearest
 from posttrain.core.redact import scrubbed
 
@@ -30,6 +31,8 @@ LARGEST_ROWS = 64 * foreign.MiB
 """Most bytes of rows that are kept with a run."""
 LARGEST_SOURCE = 4 * foreign.MiB
 """Most bytes of a Python file of the user's."""
+MOST_PIECES = 100
+"""Most pieces of the user's own in one run."""
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 OBJECTS = "objects"
 """The entry of run.json about the objects that the run was handed."""
@@ -76,7 +79,7 @@ class OwnPiece:
 
 
 def own_pieces(facts: Mapping[str, Any]) -> tuple[OwnPiece, ...]:
-    """The pieces of the user's own that run.json records."""
+    """The pieces of the user's own that run.json records. DataError where there are more than a run can have."""
     rows: Any = facts.get(OBJECTS)
     out: list[OwnPiece] = []
     for row in cast("list[Any]", rows) if isinstance(rows, list) else []:
@@ -84,6 +87,8 @@ def own_pieces(facts: Mapping[str, Any]) -> tuple[OwnPiece, ...]:
         if one.get("kind") == "piece" and str(one.get("name")).isidentifier():
             digests = {k: str(v) for k, v in _object(one.get("files")).items()}
             out.append(OwnPiece(str(one["name"]), str(one.get("file") or ""), digests))
+    if len(out) > MOST_PIECES:
+        raise DataError(f"{OBJECTS!r} lists {len(out)} pieces; at most {MOST_PIECES} are read")
     return tuple(out)
 
 
@@ -145,8 +150,8 @@ class Given:
     environments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     pieces: Mapping[str, type] = field(default_factory=dict[str, type])
     """Classes of an algorithm's pieces that are not part of posttrain."""
-    algorithm: Path | None = None
-    """The file of `algorithm=path.py:NAME`, which is imported for its pieces."""
+    algorithms: Mapping[str, Algorithm] = field(default_factory=dict[str, Algorithm])
+    """The algorithm of `algorithm=path.py:NAME`, by that word. Its file is imported for its pieces."""
     data: Mapping[str, str] = field(default_factory=dict[str, str])
     """Rows as JSONL, by their digest."""
     folder: Path | None = None
@@ -225,7 +230,8 @@ class Given:
 
     def _piece_note(self, name: str, cls: type) -> ObjectNote:
         own = source_file(cls)
-        imported = self.algorithm if self.algorithm is not None else own
+        words = [w.rpartition(":")[0] for w in self.algorithms]
+        imported = Path(words[0]).expanduser().resolve() if words else own
         files = {str(p): file_digest(p) for p in (imported, own) if p is not None}
         return replace(ObjectNote.of(name, "piece", cls), file=str(imported or ""), files=files)
 

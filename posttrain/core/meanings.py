@@ -18,6 +18,8 @@ from posttrain.core import tree
 
 _SENTENCE = re.compile(r"(?<=[^.][.?!])(?<!Eq\.)(?<! al\.)\s+(?=[A-Z`0-9('\"]|[\w.]+: )")
 """Where a sentence ends and the next begins."""
+_CODE = re.compile(r"[A-E]\d{2}\b")
+_BRACKETS = re.compile(r"\s*\(([^()]*\b[A-E]\d{2}\b[^()]*)\)")
 
 
 @cache
@@ -46,16 +48,31 @@ def _below(body: list[ast.stmt]) -> dict[str, str]:
     return out
 
 
+def without_codes(text: str) -> str:
+    """The text without the codes by which the source refers to the survey of algorithms; a reader of help has no key
+    to them.
+
+    >>> without_codes("Leave-one-out (RLOO, A09). Mean (A07). Learned (A05; Schulman 1506.02438)")
+    'Leave-one-out (RLOO). Mean. Learned (Schulman 1506.02438)'
+    """
+
+    def plain(found: re.Match[str]) -> str:
+        parts = [_CODE.sub("", part).strip() for part in re.split("[,;]", found[1])]
+        return f" ({', '.join(p for p in parts if p)})" if any(parts) else ""
+
+    return _BRACKETS.sub(plain, text)
+
+
 def meaning(cls: type, field: str) -> str:
     """The whole text of a field: its own, else that of the named type it is declared with, else that of the class it is
     inherited from, else what its group of settings is; '' where there is none."""
     for base in (c for c in cls.__mro__ if field in inspect.get_annotations(c)):
         texts = _texts(base.__module__)
         if text := texts.get(base.__name__, {}).get(field):
-            return text
+            return without_codes(text)
         named = str(inspect.get_annotations(base)[field]).partition(" |")[0]
         if text := texts.get("", {}).get(named):
-            return text
+            return without_codes(text)
     declared = next((m for m in tree.members(tree.hints(cls)[field]) if dataclasses.is_dataclass(m)), None)
     return about(cast("type", declared)) if declared is not None else ""
 
@@ -71,5 +88,5 @@ def sentence(text: str) -> str:
 
 def about(cls: type[Any]) -> str:
     """The first sentence about a class, such as a piece of an algorithm."""
-    text = inspect.getdoc(cls) or ""
-    return "" if text.startswith(f"{cls.__name__}(") else sentence(" ".join(text.split()))
+    text = without_codes(" ".join((inspect.getdoc(cls) or "").split()))
+    return "" if text.startswith(f"{cls.__name__}(") else sentence(text)

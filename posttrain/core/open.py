@@ -26,14 +26,19 @@ class Open:
         if begin:
             cls._alternatives = {}
         elif hasattr(cls, "_alternatives"):
-            name = cls.__name__.lower()
-            there = cls._alternatives.get(name)
-            if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ConfigError(
-                    f"{cls.__module__}.{cls.__qualname__}: overrides would not tell it from"
-                    f" {there.__module__}.{there.__qualname__}. Give the class another name"
-                )
-            cls._alternatives[name] = cls
+            cls.offer()
+
+    @classmethod
+    def offer(cls) -> None:
+        """Make this class an alternative of its choice again, after `withdraw`. Defining it does so the first time."""
+        name = cls.__name__.lower()
+        there = cls._alternatives.get(name)
+        if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigError(
+                f"{cls.__module__}.{cls.__qualname__}: overrides would not tell it from"
+                f" {there.__module__}.{there.__qualname__}. Give the class another name"
+            )
+        cls._alternatives[name] = cls
 
     @classmethod
     def withdraw(cls) -> None:

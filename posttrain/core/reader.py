@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from posttrain.core import files, record
-from posttrain.core.errors import PosttrainError, RunFolderError
+from posttrain.core.errors import ConfigError, PosttrainError, RunFolderError
 from posttrain.core.gauge import Step
 from posttrain.core.given import OwnPiece, own_pieces
 from posttrain.core.pieces.absent import known_pieces, read_without
@@ -72,10 +72,12 @@ def run_file(folder: Path | str) -> RunFile:
     _check_schema(path, data.get("schema"))
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
     known = known_pieces()
-    absent = tuple(p for p in own_pieces(facts) if p.name not in known)
+    with damage_is_named(str(path)):
+        own = own_pieces(facts)
+    absent = tuple(p for p in own if p.name not in known)
     with damage_is_named(str(path)), read_without(data.get("run"), {p.name for p in absent}):
         return RunFile(
-            from_plain(Run, _migrated(data["run"])),
+            _read_run(path, data, [p.name for p in own if p.name in known]),
             data["lineages"],
             facts,
             data.get("identity"),
@@ -83,6 +85,19 @@ def run_file(folder: Path | str) -> RunFile:
             _digest(data),
             absent,
         )
+
+
+def _read_run(path: Path, data: Mapping[str, Any], own: Sequence[str]) -> Run:
+    """The run itself. `own`: pieces of the user's own whose classes this program has."""
+    try:
+        return from_plain(Run, _migrated(data["run"]))
+    except ConfigError as error:
+        if not own:
+            raise
+        raise RunFolderError(
+            f"{path} cannot be read with the classes that this program has of its pieces {', '.join(own)}: {error}. If"
+            " their file was changed since the run was begun, give it as it was; else the run's file is damaged"
+        ) from error
 
 
 def _check_schema(path: Path, schema: object) -> None:

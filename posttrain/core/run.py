@@ -20,7 +20,8 @@ from posttrain.core.stage import Optimizer, Stage, refusals
 
 NAME = re.compile(r"\w[\w-]{0,63}")
 """Pattern of a stage's name."""
-
+DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
+"""Pattern of a device as torch names it."""
 
 BUILT_CONTEXT = 512
 """Positions of a built model, where `Model.context` is not set."""
@@ -52,7 +53,8 @@ class Model:
     is built or gives no limit. With a RoPE whose frequencies change with the length (dynamic, longrope), the limit is
     the length at which they begin to change."""
     device: str = "cpu"
-    """Where it computes: cpu, cuda, cuda:1, mps."""
+    """Where it computes: cpu, cuda, cuda:1, xpu. Not mps, because torch has no float64 there, by which tokens are drawn
+    and weights are checked."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations. The head, its softmax and every loss are always float32."""
     kernels: KernelChoice = "auto"
@@ -70,6 +72,10 @@ class Model:
     it was then written."""
 
     def __post_init__(self) -> None:
+        if not DEVICE.fullmatch(self.device):
+            raise ConfigError(
+                f"model.device={self.device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu"
+            )
         if self.path is None:
             self._check_sizes()
 

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,15 +32,41 @@ def _quoted(word: str) -> str:
     return f"$'{visible(plain)}'"
 
 
-def with_reasons(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Commands under one another, each with what it is for as a comment.
+def with_reasons(rows: Iterable[tuple[str, str]], width: int | None = None) -> list[str]:
+    """Commands under one another, each with what it is for as a comment; above it where the two are wider than `width`.
 
     >>> with_reasons([("ls", "files"), ("pwd", "this folder")])
     ['ls   # files', 'pwd  # this folder']
     """
     kept = list(rows)
-    width = max((len(command) for command, _ in kept), default=0)
-    return [f"{command:<{width}}  # {why}" for command, why in kept]
+    beside = max((len(command) for command, _ in kept), default=0)
+    if width is not None and any(beside + len(why) + 4 > width for _, why in kept):
+        return [line for command, why in kept for line in (f"# {why}", command)]
+    return [f"{command:<{beside}}  # {why}" for command, why in kept]
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Text in lines of at most `width` columns; what goes on is set in. A line with a command stays whole, so that it
+    can be copied, and so does a path.
+
+    >>> wrapped("rl: " + "x " * 21, 40)[1]
+    '  x x x'
+    """
+    out: list[str] = []
+    for line in text.split("\n"):
+        if len(line) <= width or f"{program()} " in line:
+            out.append(line)
+            continue
+        lead = line[: len(line) - len(line.lstrip())]
+        out += textwrap.wrap(
+            line.strip(),
+            max(width, 40),
+            initial_indent=lead,
+            subsequent_indent=f"{lead}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return out
 
 
 def program() -> str:

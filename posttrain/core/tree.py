@@ -237,7 +237,7 @@ def _piece(declared: Any, data: dict[str, Any], path: str) -> type:
     if tag not in options:
         own = ""
         if any(is_open(m) for m in (declared, *typing.get_args(declared))):
-            own = ". If it is defined in a file of your own, give that too: --resume RUN algorithm=path.py:NAME"
+            own = ". If a file of your own defines it, give that too: algorithm=path.py:NAME"
         raise ConfigError(f"{path}.{TAG}={tag}: {nearest(str(tag), options)}{own}")
     return options[tag]
 

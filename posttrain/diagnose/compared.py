@@ -56,10 +56,12 @@ class GroupGain:
     over_prompts: Gain
     """Each prompt with the mean over the group's seeds."""
     over_seeds: Score | None
-    """The difference with an interval over seeds, `prompts` being how many differences or runs it is of. None where
-    either group has one seed."""
+    """The difference with an interval over seeds, `prompts` being how many differences or seeds it is of. None where
+    either group has one seed, or where the seeds do not differ: no interval can be had from either."""
     by_seed: bool
     """Whether that compares runs of the same seed with each other."""
+    seeds: tuple[int, int]
+    """Different seeds of the first group and of this one. Runs of the same seed are one of them, by their mean."""
     word: Literal["better", "worse", "the same", "cannot be told"]
 
 
@@ -207,37 +209,49 @@ def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashabl
     low, high = min(m.scale[0] for m in measured), max(m.scale[1] for m in measured)
     scale = 1.0 if what == "accuracy" else high - low
     over = Gain.of(_mean(first, what, prompts), _mean(other, what, prompts), scale)
-    a, b = ({r.seed: run_mean(r, what, prompts) for r in g.runs} for g in (first, other))
-    paired = a.keys() == b.keys() and len(a) == len(first.runs) and len(b) == len(other.runs)
-    seeds = _over_seeds(first, other, what, prompts, paired)
+    a, b = (_by_seed(g, what, prompts) for g in (first, other))
+    seeds = over_seeds(a, b)
     sure = [over, *([seeds] if seeds is not None else [])]
     word = "better" if all(x.low > 0 for x in sure) else "worse" if all(x.high < 0 for x in sure) else "cannot be told"
     if word == "cannot be told" and over.low > -0.05 * scale and over.high < 0.05 * scale:
         word = "the same"
-    return GroupGain(other, over, seeds, paired and seeds is not None, word)
+    return GroupGain(other, over, seeds, a.keys() == b.keys() and seeds is not None, (len(a), len(b)), word)
 
 
 def _mean(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[Hashable, float]:
-    """Each prompt with its mean over the group's runs."""
-    return {p: float(np.mean([_values(r, what)[p] for r in group.runs])) for p in prompts}
+    """Each prompt with its mean over the group's seeds."""
+    weight = {seed: 1 / sum(r.seed == seed for r in group.runs) for seed in {r.seed for r in group.runs}}
+    each = [weight[r.seed] / len(weight) for r in group.runs]
+    return {p: math.fsum(w * _values(r, what)[p] for w, r in zip(each, group.runs, strict=True)) for p in prompts}
 
 
-def _over_seeds(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashable], paired: bool) -> Score | None:
-    """The difference with Student's interval over seeds: of the differences where both have the same seeds, else by
-    Welch."""
-    a, b = (np.array([run_mean(r, what, prompts) for r in g.runs]) for g in (first, other))
-    if min(len(a), len(b)) < 2:
+def _by_seed(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[int, float]:
+    """The score of each seed: a run that was made twice counts once."""
+    found: dict[int, list[float]] = {}
+    for r in group.runs:
+        found.setdefault(r.seed, []).append(run_mean(r, what, prompts))
+    return {seed: math.fsum(values) / len(values) for seed, values in found.items()}
+
+
+def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score | None:
+    """The difference of scores by seed, with Student's interval over seeds: of the differences where both have the same
+    seeds, else by Welch. None where a group has one seed, or where no seed differs from another: the interval would be
+    a point, and claim to know what another seed would give."""
+    if min(len(first), len(other)) < 2:
         return None
-    if paired:
-        at = {r.seed: run_mean(r, what, prompts) for r in first.runs}
-        d = np.array([run_mean(r, what, prompts) - at[r.seed] for r in other.runs])
+    if first.keys() == other.keys():
+        d = np.array([other[seed] - first[seed] for seed in first])
         mean, error, freedom = float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d)), len(d) - 1.0
-        return Score(mean, mean - student95(freedom) * error, mean + student95(freedom) * error, len(d))
+        half = student95(freedom) * error
+        return Score(mean, mean - half, mean + half, len(d)) if error > 1e-12 else None
+    a, b = (np.array([*g.values()]) for g in (first, other))
     mean = float(b.mean() - a.mean())
     parts = [float(x.var(ddof=1)) / len(x) for x in (a, b)]
     error = math.sqrt(sum(parts))
+    if error <= 1e-12:
+        return None
     below = sum(v * v / (len(x) - 1) for v, x in zip(parts, (a, b), strict=True))
-    freedom = sum(parts) ** 2 / below if below else len(a) + len(b) - 2.0
+    freedom = sum(parts) ** 2 / below
     half = student95(freedom) * error
     return Score(mean, mean - half, mean + half, len(a) + len(b))
 

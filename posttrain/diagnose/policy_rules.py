@@ -19,6 +19,8 @@ STILL = 8
 GOOD = 2e-3
 """Nats a token of a step that learns well. The learning rate that is named aims at it: the distance grows with its
 square."""
+AWAY = 0.4
+"""Nats a token between the policy and the one at the start of the step. Healthy runs stay below 0.04."""
 CERTAIN = 0.02
 """Nats: a policy of less entropy samples its most probable answer nearly always."""
 
@@ -43,7 +45,8 @@ def broken(history: Sequence[Step]) -> bool:
 @rule
 def collapse(history: Sequence[Step], stage: Reinforce) -> str:
     """One step changes the policy by more than 0.75 nats a token, and the reward falls to less than half; or the reward
-    falls, for two steps, by more than half and more than five times its scatter."""
+    falls, for two steps, by more than half and more than five times its scatter; or it falls slowly to less than half
+    (5 standard errors)."""
     if len(history) < 2 or (now := mean(history[-1], "rollout/reward")) is None:
         return ""
     for i in range(max(0, len(history) - 4), len(history) - 1):
@@ -52,20 +55,23 @@ def collapse(history: Sequence[Step], stage: Reinforce) -> str:
             average(known(history[max(0, i - 4) : i + 1], "rollout/reward")),
         )
         if far >= FAR and now < 0.5 * was and was > 0.02:
-            return _collapsed(history, stage, was, now, history[i].index, far)
+            return _collapsed(history, stage, was, now, f"after step {history[i].index}", far)
     before = known(history[:-2], "rollout/reward")[-12:]
     fallen = last(history, "rollout/reward", 2)
     if len(before) < 6 or len(fallen) < 2:
         return ""
     was = average(before)
     scatter = (sum((x - was) ** 2 for x in before) / (len(before) - 1)) ** 0.5
-    if was <= 0 or was - max(fallen) < max(5 * scatter, 0.5 * was, 0.02):
-        return ""
     far = max(known(history[-4:], "policy/kl_step"), default=0.0)
-    return _collapsed(history, stage, was, now, history[-3].index, far)
+    if was > 0 and was - max(fallen) >= max(5 * scatter, 0.5 * was, 0.02):
+        return _collapsed(history, stage, was, now, f"after step {history[-3].index}", far)
+    slow = trend(history, "rollout/reward", 12)
+    if slow is None or slow.before <= 0.02 or slow.sure > -5 or max(slow.after, max(fallen)) > 0.5 * slow.before:
+        return ""
+    return _collapsed(history, stage, slow.before, slow.after, f"within {slow.steps} steps", far)
 
 
-def _collapsed(history: Sequence[Step], stage: Reinforce, was: float, now: float, step: int, far: float) -> str:
+def _collapsed(history: Sequence[Step], stage: Reinforce, was: float, now: float, when: str, far: float) -> str:
     reference = mean(history[-1], "policy/kl_reference")
     beyond = f" The policy is {reference:.2g} nats from the reference." if reference is not None else ""
     if far >= 0.05:
@@ -79,7 +85,7 @@ def _collapsed(history: Sequence[Step], stage: Reinforce, was: float, now: float
             f" Then lower the learning rate: {better_lr(stage, 20 * GOOD)}"
         )
     return (
-        f"the policy has collapsed: the reward fell from {was:.3g} to {now:.3g} after step {step}.{beyond} {why}, with"
+        f"the policy has collapsed: the reward fell from {was:.3g} to {now:.3g} {when}.{beyond} {why}, with"
         f" {stage.name}.optimizer.warmup=20. Start again from weights before it"
     )
 
@@ -124,9 +130,9 @@ def update_too_small(history: Sequence[Step], stage: Reinforce) -> str:
 
 @rule
 def policy_runs_away(history: Sequence[Step], stage: Reinforce) -> str:
-    """The policy is far from the policy at the start of the step."""
+    """Two steps in a row the policy is more than 0.4 nats a token from the one that played their episodes."""
     distance = last(history, "policy/kl_start", 2)
-    if len(distance) < 2 or min(distance) < 1.0:
+    if len(distance) < 2 or min(distance) < AWAY:
         return ""
     return (
         f"the policy moves {distance[-1]:.2g} nats a token within one step: lower the learning rate, the number of"

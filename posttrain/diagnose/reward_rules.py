@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce
-from posttrain.diagnose.policy_rules import NEAR, better_lr, broken
+from posttrain.diagnose.policy_rules import NEAR, better_lr, broken, collapse
 from posttrain.diagnose.rule import average, first, known, last, mean, rule, trend
 
 SAME = 6
@@ -15,6 +15,9 @@ HARD, EASY = 0.02, 0.9
 """Shares of right answers below and above which there is little to learn."""
 FLAT = 30
 """Steps before it is said that the reward does not rise."""
+EXACT = 0.05
+"""Largest error of the reward's change, as a share of the reward, at which it is said that it does not rise. A batch of
+36 answers has 0.1 after 30 steps, and hides the rise of a policy that learns slowly."""
 
 
 @rule
@@ -113,9 +116,9 @@ def _past_an_end(history: Sequence[Step]) -> bool:
 
 @rule
 def reward_without_quality(history: Sequence[Step], stage: Reinforce) -> str:
-    """The reward rises for sure (5 standard errors) while one of its sources falls for sure, by a third or more."""
+    """The reward rises (by 3 standard errors) while one of its sources falls by 5, and by a third or more."""
     reward = trend(history, "rollout/reward", 12)
-    if reward is None or reward.sure < 5:
+    if reward is None or reward.sure < 3:
         return ""
     names = sorted({n for n in history[-1].gauges if n.startswith("reward/")})
     fallen = [(n, t) for n in names if (t := trend(history, n, 12)) and t.sure < -5 and t.after < 0.67 * t.before]
@@ -155,17 +158,20 @@ def heldout_falls(history: Sequence[Step], stage: Reinforce) -> str:
 
 @rule
 def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
-    """The reward has not risen in 30 steps or more, and noise does not hide a rise: the error of its change is below an
-    eighth of it. The likely causes are named in order."""
+    """The reward has not risen in 30 steps or more, and noise does not hide a rise: the error of its change is below a
+    twentieth of it. The likely causes are named in order."""
     seen = trend(history, "rollout/reward", FLAT)
     if seen is None or average(last(history, "rollout/solved", SAME)) > 0.85 or seen.gain > 0.5 * seen.error:
         return ""
-    if broken(history) or seen.error > 0.125 * max(abs(seen.before), abs(seen.after)) or too_hard(history, stage):
+    if broken(history) or seen.error > EXACT * max(abs(seen.before), abs(seen.after)) or too_hard(history, stage):
         return ""
     if cut_off_before_the_answer(history, stage) or never_stops(history, stage) or reward_is_constant(history, stage):
         return ""
+    if collapse(history, stage):
+        return ""
+    how = "falls" if seen.sure < -3 else "is flat"
     return (
-        f"the reward is flat: {seen.before:.3g} to {seen.after:.3g} (+- {2 * seen.error:.2g}) in {seen.steps} steps."
+        f"the reward {how}: {seen.before:.3g} to {seen.after:.3g} (+- {2 * seen.error:.2g}) in {seen.steps} steps."
         f" Likely causes, in order: {'; '.join(f'{i}. {c}' for i, c in enumerate(causes(history, stage), 1))}"
     )
 

@@ -30,8 +30,10 @@ def check_source(setting: str, path: str) -> None:
     try for half a minute.
 
     Args:
-        setting: the path of the setting, for messages.
+        setting: the path of the setting, for messages; '' where the path is a word of the command itself, which may
+            also be a run folder.
     """
+    what = _named(setting, path)
     if Path(locate(path, setting)).is_absolute():
         return
     import huggingface_hub as hub
@@ -39,12 +41,12 @@ def check_source(setting: str, path: str) -> None:
 
     if isinstance(hub.try_to_load_from_cache(path, "config.json"), str):
         return
-    here = f"{setting}={path}: there is no such directory here, and"
+    here = f"{what}: there is no such directory here, and"
     try:
         hub.get_hf_file_metadata(hub.hf_hub_url(path, "config.json"), timeout=PATIENCE)
     except errors.GatedRepoError as error:
         raise ConfigError(
-            f"{setting}={path}: the hub gives this model only to those who accepted its terms. Accept them on its page,"
+            f"{what}: the hub gives this model only to those who accepted its terms. Accept them on its page,"
             " and log in with: hf auth login"
         ) from error
     except errors.RepositoryNotFoundError as error:
@@ -61,6 +63,11 @@ def check_source(setting: str, path: str) -> None:
         ) from error
 
 
+def _named(setting: str, path: str) -> str:
+    """How a message names a path: with its setting where it is one."""
+    return f"{setting}={path}" if setting else path
+
+
 def _first(error: BaseException) -> str:
     """The first line of a message, without its final period."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
@@ -71,12 +78,12 @@ def locate(path: str, setting: str = "model.path") -> str:
     saved = saved_adapter(path)
     if saved is not None and saved_adapter(saved.base) is None:
         return locate(saved.base, f"{setting}={path} base_model_name_or_path")
-    folder = Path(path).expanduser()
+    folder, what = Path(path).expanduser(), _named(setting, path)
     if folder.is_dir():
         has = {f.name for f in folder.iterdir()}
         if {"config.json", "adapter_config.json"} <= has:
             raise DataError(
-                f"{setting}={path}: a PEFT adapter lies beside the model. Where peft is installed, another model would"
+                f"{what}: a PEFT adapter lies beside the model. Where peft is installed, another model would"
                 " be loaded: the one that adapter_config.json names. Merge the adapter (merge_and_unload,"
                 " save_pretrained), or take adapter_config.json away"
             )
@@ -88,24 +95,22 @@ def locate(path: str, setting: str = "model.path") -> str:
                     " save_pretrained)."
                 )
             raise DataError(
-                f"{setting}={path}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the"
+                f"{what}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the"
                 " folder save_pretrained wrote"
             )
         if not has.intersection(TOKENIZER_FILES):
             raise DataError(
-                f"{setting}={path}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the"
+                f"{what}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the"
                 " tokenizer there too: tokenizer.save_pretrained"
             )
         examine(folder)
         check_layers(folder)
         return str(folder.resolve())
     if folder.is_file():
-        raise ConfigError(
-            f"{setting}={path} is a file: give the directory that holds config.json, the weights and the tokenizer"
-        )
+        raise ConfigError(f"{what} is a file: give the directory that holds config.json, the weights and the tokenizer")
     if not HUB_ID.fullmatch(path) or ("/" in path and folder.parent.is_dir()):
         raise ConfigError(
-            f"{setting}={path}: no such directory. Give a directory written by save_pretrained, or a hub id such as"
-            " Qwen/Qwen3-0.6B"
+            f"{what}: no such directory. Give {'a run folder, ' * (not setting)}a directory written by"
+            " save_pretrained, or a hub id such as Qwen/Qwen3-0.6B"
         )
     return path

@@ -308,9 +308,10 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedMode
 
 
 def _device(name: str) -> torch.device:
+    """The device of that name. It must have float64, by which tokens are drawn and weights checked: MPS has none."""
     try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, ValueError) as error:
+        return torch.empty(0, device=name, dtype=torch.float64).device
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"model.device={name!r} cannot be used here ({reason}). Use model.device=cpu, or a device torch can see"

@@ -25,6 +25,15 @@ def names() -> tuple[str, ...]:
     return (*GALLERY, "prompts", "gym:TASK", "verifiers:ID", "path.py:Class")
 
 
+def shipped_class(name: str) -> type[SingleTurn] | None:
+    """The class of a shipped environment, whose fields are what `env.args` may set; None for any other name."""
+    if name == "prompts":
+        from posttrain.environment.prompts import PromptsEnv
+
+        return PromptsEnv
+    return gallery_class(name) if name in GALLERY else None
+
+
 def environment(config: Env, seed: int, given: Given = Given()) -> Any:
     """The environment of a run's configuration: a `SingleTurn`, or any `Environment` that a program handed.
 

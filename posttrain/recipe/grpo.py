@@ -12,9 +12,9 @@ from posttrain.recipe.example import PROMPTS, TINY
 def grpo() -> Run:
     """RL with GRPO from the weights of the model as it is, without an SFT before it.
 
-    Set `model=`, `env.prompts=` and `env.rewards=`, and `rl.sampling.max_tokens=` for long answers. As shipped it runs
+    Set `model=`, `env.prompts=` and `env.rewards=`; what is left open is chosen for that model. As shipped it runs
     but learns nothing: the tiny model has random weights, so nearly no answer is right, and RL can only make answers
-    more frequent that the model already samples sometimes. The learning rate is for trained models.
+    more frequent that the model already samples sometimes.
     """
     return Run(
         recipe="grpo",
@@ -26,7 +26,7 @@ def grpo() -> Run:
                 name="rl",
                 algorithm=GRPO,
                 sampling=Sampling(max_tokens=64),
-                optimizer=Optimizer(lr=1e-6),
+                optimizer=Optimizer(lr=5e-4),
                 prompts=16,
                 siblings=8,
                 steps=100,

@@ -5,6 +5,7 @@ A recipe is a function that returns a complete, frozen `Run`; to add one, write 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -125,10 +126,18 @@ def of(kind: Kind) -> list[Recipe]:
     return [r for r in RECIPES.values() if r.kind == kind]
 
 
-def listed() -> str:
-    """All recipes by kind, one line each."""
+def listed(columns: int = 80) -> str:
+    """All recipes by kind, in lines of at most `columns`."""
     width = max(map(len, RECIPES))
     lines = ["recipes, with their minutes on one core as they are:"]
     for kind, what in KINDS.items():
-        lines += [f"{kind}: {what}", *(f"  {r.name:<{width}}  {r.minutes:>3g} min  {r.shows}" for r in of(kind))]
+        rows = [("", f"{kind}: {what}"), *((f"  {r.name:<{width}}  {r.minutes:>3g} min  ", r.shows) for r in of(kind))]
+        for lead, text in rows:
+            lines += textwrap.wrap(
+                text,
+                max(columns, 40),
+                initial_indent=lead,
+                subsequent_indent=" " * (len(lead) or 2),
+                break_on_hyphens=False,
+            )
     return "\n".join(lines)

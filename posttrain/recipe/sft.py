@@ -10,7 +10,7 @@ from posttrain.recipe.example import PROMPTS, TINY
 def sft() -> Run:
     """Imitate the completions of your prompts. The reward judges the held-out prompts and trains nothing.
 
-    Set `model=`, `env.prompts=` and `sft.optimizer.lr=`: 2e-3 is for the tiny model, 1e-5 is usual for a trained one.
+    Set `model=` and `env.prompts=`. The learning rate 2e-3 is for the tiny model; for yours it is chosen by its size.
     Set `env.rewards=` where the data has no column `answer`, or where a right response need not equal it.
     """
     return Run(

@@ -136,17 +136,15 @@ def batch_algebra(stage: Reinforce) -> str:
     """The batch sizes of a stage in words, printed when it starts.
 
     >>> batch_algebra(Reinforce(name="rl", prompts=32, siblings=8, minibatches=4))  # doctest: +NORMALIZE_WHITESPACE
-    '32 prompts x 8 siblings = 256 episodes -> 4 minibatches of 8 groups x 1 epoch = 4 optimizer steps a step, the first
+    '32 prompts x 8 siblings = 256 episodes a step -> 4 minibatches of 8 groups x 1 epoch = 4 optimizer steps, the first
     on-policy'
     """
     episodes = stage.prompts * stage.siblings
     epochs = f"{stage.epochs} epoch" + ("s" if stage.epochs > 1 else "")
     cut = f"{stage.minibatches} minibatch" + ("es" if stage.minibatches > 1 else "")
     total = stage.optimizer_steps
-    steps = (
-        "1 optimizer step a step, on-policy" if total == 1 else f"{total} optimizer steps a step, the first on-policy"
-    )
+    steps = "1 optimizer step, on-policy" if total == 1 else f"{total} optimizer steps, the first on-policy"
     return (
-        f"{stage.prompts} prompts x {stage.siblings} siblings = {episodes} episodes -> "
+        f"{stage.prompts} prompts x {stage.siblings} siblings = {episodes} episodes a step -> "
         f"{cut} of {stage.prompts // stage.minibatches} groups x {epochs} = {steps}"
     )

@@ -11,24 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from posttrain.api import overrides as dotted
-from posttrain.api.build import use_threads
-from posttrain.api.engines import check_engine, embedded_engine
-from posttrain.api.target import built_policy, model_run, open_policy, run_and_checkpoint, target_run
-from posttrain.api.waiting import wait
+from posttrain.api.target import built_policy, check_target, model_run, open_policy, run_and_checkpoint, target_run
 from posttrain.core import seeds
 from posttrain.core.engines import Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Run
 from posttrain.core.visible import guard_logs, tell
-from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, named_tensors
-from posttrain.environment.render import Renderer
-from posttrain.role.weights import load_weights
 from posttrain.serve.limits import CallerLimits
 
 READ = ("model", "slots", "threads", "deterministic", "seed", "env", "engine")
@@ -102,14 +92,30 @@ def serve(
     """
     check_installed()
     guard_logs()
+    where = where or ServerAddress()
+    token = where.resolve()
+    _stored(*run_and_checkpoint(target, checkpoint), overrides)
+    from posttrain.api.waiting import wait
     from posttrain.serve.listen import check_address
     from posttrain.serve.listen import serve as listen
 
-    where = where or ServerAddress()
-    token = where.resolve()
     check_address(where.host, token)
     served, facts = make_served(target, *overrides, token=token, name=name, checkpoint=checkpoint, trust=trust)
-    return wait(listen(served, where.host, where.port, facts, say, where.limits))
+    return wait(listen(served, where.host, where.port, facts, say, where.limits, where.token_env))
+
+
+def _stored(target: str | Path, checkpoint: str, overrides: Sequence[str]) -> Run:
+    """The run of a target before its overrides; refuses a target that is not there and settings that no server reads,
+    before anything heavy is imported."""
+    check_target(target, checkpoint)
+    stored = run_file(target).run if is_run(target) else model_run(target)
+    for text in overrides:
+        head = dotted.address(stored, *(w.strip() for w in text.partition("=")[::2]))[0]
+        if head not in READ:
+            raise ConfigError(
+                f"{text}: nothing of it is read when a model is served; settings begin with one of {', '.join(READ)}"
+            )
+    return stored
 
 
 def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
@@ -127,6 +133,8 @@ def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
             raise ConfigError(
                 "engine.update says what new weights do to sequences, and a server's weights stay. Leave it out"
             )
+        from posttrain.api.engines import check_engine
+
         check_engine(run)
         return replace(run.engine, timeline=False)
     if any(text.strip().startswith("engine") for text in overrides):
@@ -146,25 +154,28 @@ def make_served(
     trust: bool = False,
 ) -> tuple[Any, tuple[str, ...]]:
     """(the `serve.served.ServedModel`, lines about it for the banner)."""
-    from posttrain.serve.detokenize import TokenText
-    from posttrain.serve.served import ServedModel
-
     target, checkpoint = run_and_checkpoint(target, checkpoint)
-    stored = run_file(target).run if is_run(target) else model_run(target)
-    for text in overrides:
-        head = dotted.address(stored, *(w.strip() for w in text.partition("=")[::2]))[0]
-        if head not in READ:
-            raise ConfigError(
-                f"{text}: nothing of it is read when a model is served; settings begin with one of {', '.join(READ)}"
-            )
+    stored = _stored(target, checkpoint, overrides)
     how = served_by(dotted.apply(stored, list(overrides)), overrides)
     parts = ("model", "engine")
     run, weights = target_run(
         target, checkpoint, *overrides, parts=parts, allow=trust, change=lambda r: replace(r, engine=how)
     )
+    import torch
+
+    from posttrain.api.build import use_threads
+    from posttrain.api.engines import embedded_engine
+    from posttrain.engine.fingerprint import fingerprint
+    from posttrain.engine.learner import HFLearner
+    from posttrain.engine.models import named_tensors
+    from posttrain.environment.render import Renderer
+    from posttrain.role.weights import load_weights
+    from posttrain.serve.detokenize import TokenText
+    from posttrain.serve.served import ServedModel
+
     use_threads(run.threads)
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
-    policy: Policy = built_policy(Path(target), run) if is_run(target) else open_policy(run.model, run.seed)
+    policy = built_policy(Path(target), run) if is_run(target) else open_policy(run.model, run.seed)
     if weights is not None:
         load_weights(weights, HFLearner(policy))
     digest = fingerprint(named_tensors(policy.module))

@@ -128,12 +128,14 @@ async def serve(
     facts: tuple[str, ...],
     say: Callable[[str], None],
     limits: CallerLimits | None = None,
+    token_env: str | None = None,
 ) -> int:
     """Serve until a signal arrives; returns its exit code. Raises this process's limit on open files to the maximum.
 
     Args:
         facts: lines about the model, for the banner.
         say: prints a line.
+        token_env: the environment variable that holds the token, if one does.
     """
     check_address(host, served.token)
     limits = limits or CallerLimits()
@@ -141,7 +143,7 @@ async def serve(
     server = Server(served, limits)
     with signals(server.cut) as ending:
         async with listening(server, host, port) as url:
-            for line in banner(served, url, host, (*facts, capacity(limits, files))):
+            for line in banner(served, url, host, (*facts, capacity(limits, files)), token_env):
                 say(line)
             await ending.first.wait()
             if server.running:
@@ -161,15 +163,22 @@ def capacity(limits: CallerLimits, files: int) -> str:
     return f"callers: {most:,} connections at once, {min(most, limits.per_address):,} from one address{few}"
 
 
-def banner(served: ServedModel, url: str, host: str, facts: tuple[str, ...]) -> Iterator[str]:
-    """Lines about the model, the address, and an example request."""
+def banner(
+    served: ServedModel, url: str, host: str, facts: tuple[str, ...], token_env: str | None = None
+) -> Iterator[str]:
+    """Lines about the model, the address, and an example request.
+
+    Args:
+        token_env: the environment variable that holds the token; it is then named and its value not printed.
+    """
     yield from facts
     chat = bool(served.renderer.tokenizer.chat_template)
     paths = (
         "/chat/completions and /completions" if chat else "/completions (no chat: the tokenizer has no chat template)"
     )
     yield f"serving {served.name} at {url}: {paths}"
-    yield f"token: {served.token}" if served.token else "token: none; everybody on this machine is served"
+    held = f"the value of {token_env}" if token_env is not None else served.token
+    yield f"token: {held}" if served.token else "token: none; everybody on this machine is served"
     if not loopback(host):
         yield (
             f"note: {host} is reached from other machines, and plain HTTP shows them token and texts; put TLS in front"
@@ -180,7 +189,8 @@ def banner(served: ServedModel, url: str, host: str, facts: tuple[str, ...]) -> 
         if loopback(host) or host not in ("0.0.0.0", "::")
         else url.replace(host, "127.0.0.1").replace("[127.0.0.1]", "127.0.0.1")
     )
-    auth = f"-H 'Authorization: Bearer {served.token}' " if served.token else ""
+    header = f"'Authorization: Bearer {served.token}'" if token_env is None else f'"Authorization: Bearer ${token_env}"'
+    auth = f"-H {header} " if served.token else ""
     what = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
     body = json.dumps({"model": served.name, **what, "max_tokens": 32}).replace("'", r"'\''")
     yield (

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,12 @@ LISTS = (*ALWAYS, "completion_ids", "state")
 SINGLE = ("trainer_state", "log_metric", "log_extra")
 GIVEN = (*LISTS, *SINGLE)
 """Arguments that every call offers, beside the columns of the data."""
+
+
+MOST_NAMES = 100
+"""Most different names that one call may log."""
+NAME = re.compile(r"[^\W_][\w .:/%@+\-]{0,63}")
+"""A name that can be logged: it becomes the name of a gauge, a column of a tracker, a key of the record."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +63,22 @@ class Log:
     extras: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
     def metric(self, name: str, value: float) -> None:
-        """TRL's `log_metric`: the mean of a step's calls is recorded. NaN is left out."""
-        x = float(value)
-        if not math.isnan(x):
-            key = f"metric/{name}"
+        """TRL's `log_metric`: the mean of a step's calls is recorded. NaN and infinite values are left out: a mean with
+        one of them says nothing.
+
+        Raises:
+            ValueError: the name is no word, or there are too many names.
+        """
+        key, x = f"metric/{_word('log_metric', name)}", float(value)
+        if key not in self.gauges and len(self.gauges) >= MOST_NAMES:
+            raise ValueError(f"log_metric({name!r:.80}): a call may log at most {MOST_NAMES} different names")
+        if math.isfinite(x):
             self.gauges[key] = self.gauges.get(key, Gauge(0.0, 0.0)) + Gauge(x, 1.0)
 
     def extra(self, column: str, values: Iterable[Any]) -> None:
-        """TRL's `log_extra`: one value for each answer."""
+        """TRL's `log_extra`: one value for each answer. Raises ValueError for another number of them, or a name that is
+        no word."""
+        _word("log_extra", column)
         found = list(values)
         if len(found) != self.count:
             raise ValueError(f"log_extra({column!r}) has {len(found)} values for {self.count} completions")
@@ -73,6 +88,20 @@ class Log:
         """A verdict with the extras of its answer in its reason."""
         said = [f"{name}: {str(values[index])[:200]}" for name, values in self.extras.items()]
         return replace(verdict, why="; ".join(x for x in (verdict.why, *said) if x)) if said else verdict
+
+    def all_written(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """The verdicts on all answers of the call."""
+        return [self.written(i, verdict) for i, verdict in enumerate(verdicts)]
+
+
+def _word(what: str, name: object) -> str:
+    """A name that a function logs by; ValueError says what names may be."""
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"{what}({name!r:.80}, ...): a name is 1 to 64 letters, digits, spaces or signs of _.:/%@+- and begins with"
+            " a letter or a digit"
+        )
+    return name
 
 
 def keywords(function: Callable[..., Any], attempts: Sequence[Attempt], at: StepNumber, log: Log) -> dict[str, Any]:

@@ -89,8 +89,7 @@ class FunctionSource:
         log = batches.Log(len(attempts))
         try:
             kwargs = batches.keywords(self.function, attempts, at, log)
-            found = batches.verdicts(await call(self.function, self.timeout, **kwargs), len(attempts))
-            found = [log.written(i, verdict) for i, verdict in enumerate(found)]
+            found = log.all_written(batches.verdicts(await call(self.function, self.timeout, **kwargs), len(attempts)))
         except TimedOut:
             found = [Verdict.failed("timeout", f"no result within {self.timeout:g} s")] * len(attempts)
         except Exception as error:

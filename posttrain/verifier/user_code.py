@@ -42,9 +42,14 @@ def load(path: Path, attribute: str, what: str = "reward", kind: str = "function
     return found
 
 
+def module_name(path: Path) -> str:
+    """The name under which a file of the user's is imported."""
+    return "posttrain_user_" + hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
+
+
 def user_module(path: Path, what: str) -> ModuleType:
     """Import a file under a name made from its path. Its folder is added to `sys.path`, as for a script."""
-    name = "posttrain_user_" + hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
+    name = module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{what} file {path} is not Python source; its name must end in .py")

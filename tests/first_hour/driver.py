@@ -1,36 +1,41 @@
-"""Executes the Python blocks of one page, in one namespace: each line of standard input names a file with a block and
-one for what it prints. The argument is a table of sizes by recipe; what is added to a run is printed."""
+"""Plays Python in the fresh environment. Without further arguments: the blocks of one page, in one namespace; each line
+of standard input names a file with a block and one for what it prints. With `SCRIPT ARGUMENT ...`: that program. After
+`--toy` every run in it is made small; what is added to it is printed."""
 
 import ast
 import asyncio
 import contextlib
 import inspect
-import json
+import runpy
 import shutil
 import sys
 import traceback
 import types
+from pathlib import Path
+
+from words import sizes
 
 
-def prepare(table: dict) -> None:
-    """From here on `posttrain.run` appends the sizes of its recipe, and a folder that is written again makes room: a
-    page may show the same run as a command and as a program."""
+def prepare(toy: bool) -> None:
+    """From here on `posttrain.run` appends small sizes, if that is asked for, and a folder that is written again makes
+    room: a page may show the same run as a command and as a program."""
     import posttrain
     from posttrain.core.run import Run
+    from posttrain.recipe.recipes import recipe as shipped
 
     full, export = posttrain.run, posttrain.export
 
-    def run(recipe, *overrides, **named):
-        name = recipe.recipe if isinstance(recipe, Run) else str(recipe)
-        stages = [s.name for s in recipe.stages] if isinstance(recipe, Run) else None
-        added = [o for o in table.get(name, ()) if stages is None or o.split(".")[0] in (*stages, "env", "evaluation")]
-        none = {o.partition("=")[0] for o in overrides if o.endswith("=none")}
-        added = [o for o in added if o.split(".")[0] not in none]
-        print(f"[toy] posttrain.run({name!r}, ...) with {' '.join(added)}" if added else "[as printed]")
-        kept = [o for o in overrides if o.split("=")[0] not in {a.split("=")[0] for a in added}]
+    def run(recipe=None, *overrides, **named):
+        small = []
+        if toy and recipe is not None:
+            tree = recipe if isinstance(recipe, Run) else shipped(recipe)
+            small = sizes(tree, [*overrides, *settings(named)])
+            print(f"[toy] posttrain.run({tree.recipe!r}, ...) with {' '.join(small)}")
+        paths = {s.partition("=")[0] for s in small}
+        kept = [o for o in overrides if o.partition("=")[0] not in paths]
         if named.get("out"):
             shutil.rmtree(named["out"], ignore_errors=True)
-        return full(recipe, *kept, *added, **without(named, {a.split("=")[0] for a in added}))
+        return full(recipe, *kept, *small, **without(named, paths))
 
     def exported(target, folder, *rest, **named):
         if "://" not in str(folder) and not str(folder).startswith("hub:"):
@@ -39,6 +44,19 @@ def prepare(table: dict) -> None:
 
     run.__doc__, exported.__doc__ = full.__doc__, export.__doc__
     posttrain.run, posttrain.export = run, exported
+
+
+def settings(named: dict, prefix: str = "") -> list[str]:
+    """Keyword settings, nested ones too, as words; one that is None takes a stage out."""
+    return [
+        word
+        for name, value in named.items()
+        for word in (
+            settings(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else [f"{prefix}{name}={'none' if value is None else value if isinstance(value, str | int) else '...'}"]
+        )
+    ]
 
 
 def without(named: dict, paths: set[str], prefix: str = "") -> dict:
@@ -65,11 +83,23 @@ def execute(text: str, name: str, space: dict) -> None:
             print(repr(shown))
 
 
+def script(words: list[str]) -> None:
+    """A program, as `python SCRIPT ...` runs it."""
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    runpy.run_path(words[0], run_name="__main__")
+
+
 def main() -> None:
+    toy = "--toy" in sys.argv[1:2]
+    sys.path.remove(str(Path(__file__).parent))
+    prepare(toy)
+    if words := sys.argv[2 if toy else 1 :]:
+        script(words)
+        return
     page = types.ModuleType("page")
     sys.modules["page"] = page
     sys.path.insert(0, "")
-    prepare(json.loads(sys.argv[1]))
     answers = sys.stdout
     for line in sys.stdin:
         block, output = line.rstrip("\n").split("\t")

@@ -1,5 +1,6 @@
-"""What the pages take for granted: `my-model`, `mine.jsonl`, `mine.py`, `runs/mine`. Run in the fresh environment, in
-the folder that the pages are then played in copies of."""
+"""What the pages take for granted: `my-model`, `mine.jsonl`, `mine.py`, `runs/mine`, a run to compare it with, and
+`problems.jsonl` for a data set of the hub. Run in the fresh environment, in the folder that the pages are then played
+in copies of."""
 
 import json
 import subprocess
@@ -21,9 +22,16 @@ KEPT = '''"""A reward that looks at the files an episode left."""
 def kept(prompts, completions, state, want, **_):
     return [float(s["files"] == w) for s, w in zip(state, want)]
 '''
+TEMPLATE = (
+    "{% if tools %}<system>You have these tools:{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] or '' }}{% for c in m['tool_calls'] or [] %}"
+    "\n<tool_call>\n{\"name\": \"{{ c['function']['name'] }}\", "
+    "\"arguments\": {{ c['function']['arguments'] | tojson }}}"
+    "\n</tool_call>{% endfor %}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 POSTTRAIN = (str(Path(sys.executable).with_name("posttrain")),)
 SIZES = (
-    *("env.heldout=8", "evaluation.samples=2", "sft.steps=10", "sft.batch=16", "rl.steps=20", "rl.prompts=4"),
+    *("env.heldout=8", "evaluation.samples=2", "sft.steps=10", "sft.batch=16", "rl.steps=12", "rl.prompts=4"),
     *("rl.siblings=4", "rl.eval_every=0", "rl.checkpoint_every=2"),
 )
 
@@ -42,6 +50,11 @@ def files() -> None:
         {"prompt": f"Write {n} into a.txt.", "files": {}, "want": {"a.txt": str(n)}, "completion": str(n)}
         for n in range(40)
     ]
+    problems = [
+        {"question": f"Ann has {n} pens and buys {n} boxes of 3. How many pens has she?", "answer": f"#### {4 * n:,}"}
+        for n in range(400)
+    ]
+    Path("problems.jsonl").write_text("".join(json.dumps(r) + "\n" for r in problems))
     Path("tasks.jsonl").write_text("".join(json.dumps(r) + "\n" for r in tasks))
 
 
@@ -52,10 +65,7 @@ def model(folder: str) -> None:
     from posttrain.engine.vocabulary import raw_bytes
 
     tokenizer = raw_bytes()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
+    tokenizer.chat_template = TEMPLATE
     small = Model(arch="qwen3", hidden=32, layers=2, heads=2, kv_heads=2, ffn=64, context=2048)
     build_module(small, tokenizer, seed=0).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -64,4 +74,7 @@ def model(folder: str) -> None:
 if __name__ == "__main__":
     files()
     model("my-model")
-    subprocess.run([*POSTTRAIN, "run", "arithmetic", *SIZES, "--out", "runs/mine"], check=True)
+    runs = {"runs/mine": "grpo", "runs/other": "dapo"}
+    command = (*POSTTRAIN, "run", "arithmetic", *SIZES)
+    made = [subprocess.Popen([*command, f"algorithm={name}", "--out", out]) for out, name in runs.items()]
+    sys.exit(max(run.wait() for run in made))

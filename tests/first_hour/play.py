@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
 import select
+import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -17,13 +16,23 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
-from posttrain.recipe.recipes import RECIPES
 from tests.first_hour import fresh
 from tests.first_hour.pages import Step, steps
-from tests.first_hour.words import exempt, pages, put_in, smaller, toy
+from tests.first_hour.serving import SERVES, Serving, Started
+from tests.first_hour.words import exempt, pages, put_in, smaller, with_words
 
 HERE = Path(__file__).parent
+SCRIPT = f"{HERE / 'driver.py'} --toy"
+"""What plays a script of the reader's at toy size."""
+BY_THE_SHELL = ("README.md", "examples/prompts/README.md")
+PLAIN = re.compile(r"posttrain [^|&;$<>`]*$")
+"""At toy size a page's plain commands are run by forks of a program that has imported torch, which is most of what each
+would do: those of the first page and of one example by the shell and the installed script, as are all when played
+whole."""
+DEFAULT_ADDRESS = "http://127.0.0.1:8000"
+SERVES_WITHIN = 120.0
 TRACE = "Traceback (most recent call last)"
 ENDS_WITH = (
     (r"posttrain check ", (0, 1)),  # 1: a probe failed, which the page shows
@@ -32,7 +41,6 @@ ENDS_WITH = (
 WRITES = re.compile(r"(?:^posttrain export \S+|--out) ([\w./-]+)")
 """A folder that a command writes, where there is one already (given, or the same run in another form), makes room. A
 model that is given is given again after it was exported to."""
-LISTENS = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
 @dataclass(frozen=True)
@@ -51,14 +59,13 @@ class Played:
 
 @dataclass(frozen=True)
 class Hour:
-    """The fresh environment, the folder of things that are given, the address of a served model, and the sizes."""
+    """The fresh environment, the folder of things that are given, and the sizes."""
 
     root: Path
     folder: Path
     venv: Path
     whole: bool
     limit: float
-    served: str = ""
     environ: dict[str, str] = field(default_factory=dict)
 
 
@@ -83,8 +90,6 @@ def prepare(root: Path, folder: Path, whole: bool, say: Callable[[str], None] = 
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "80",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "MY_KEY": "none",
-        "MY_TOKEN": "a token of eighteen characters",
     }
     given = folder / "given"
     shutil.rmtree(given, ignore_errors=True)
@@ -94,66 +99,27 @@ def prepare(root: Path, folder: Path, whole: bool, say: Callable[[str], None] = 
     code = [str(venv / "bin/python"), str(HERE / "given.py")]
     subprocess.run(code, cwd=given, env=environ, check=True, stdout=subprocess.DEVNULL)
     say(f"my-model, mine.jsonl, mine.py, runs/mine: {time.monotonic() - begun:.0f} s")
-    return Hour(root, folder, venv, whole, 1200.0 if whole else 300.0, environ=environ)
-
-
-class Serving:
-    """`posttrain serve` in the background, until it says where it listens; ended with Ctrl-C."""
-
-    def __init__(self, command: str, folder: Path, environ: dict[str, str], before: str = "") -> None:
-        self.process = subprocess.Popen(
-            ["bash", "-c", f"{before}exec {command}"],
-            cwd=folder,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self.said, self.url = "", ""
-
-    def listens(self, seconds: float) -> bool:
-        """Wait for the address."""
-        assert self.process.stdout is not None
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if select.select([self.process.stdout], [], [], 0.5)[0]:
-                read = os.read(self.process.stdout.fileno(), 65536).decode(errors="replace")
-                self.said += read
-                if found := LISTENS.search(self.said):
-                    self.url = found[0]
-                    return True
-                if not read:
-                    return False
-        return False
-
-    def end(self) -> int:
-        """Ctrl-C; returns the exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        try:
-            rest, _ = self.process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            rest, _ = self.process.communicate()
-        self.said += rest.decode(errors="replace")
-        return self.process.returncode
+    return Hour(root, folder, venv, whole, 3600.0 if whole else 300.0, environ=environ)
 
 
 class Page:
     """One page in its folder: a copy of what is given; of an example, its own folder too."""
 
-    def __init__(self, hour: Hour, path: Path) -> None:
-        self.hour, self.path = hour, path
-        self.folder = hour.folder / "pages" / str(path.relative_to(hour.root)).replace("/", "-")
+    def __init__(self, hour: Hour, path: Path, started: Started) -> None:
+        self.hour, self.path, self._started = hour, path, started
+        self.page = str(path.relative_to(hour.root))
+        self.folder = hour.folder / "pages" / self.page.replace("/", "-")
         shutil.copytree(hour.folder / "given", self.folder)
         if path.parent != hour.root and path.parent.name != "docs":
             shutil.copytree(path.parent, self.folder, dirs_exist_ok=True)
         (self.folder / ".venv").symlink_to(hour.venv)
-        self._exported = ""
+        self._environ, self._url = hour.environ, ""
         self._python: subprocess.Popen[str] | None = None
+        self._servers: list[tuple[Step, Serving]] = []
 
     def play(self) -> Iterator[Played]:
-        """Each step, when it ended."""
+        """Each step, when it ended. A server goes on while the steps after it are played, as in another terminal; that
+        it did not end well is told last."""
         try:
             for step in steps(self.path, self.hour.root):
                 yield self._play(step)
@@ -161,6 +127,10 @@ class Page:
             if self._python is not None:
                 self._python.kill()
                 self._python.wait()
+            ended = [(step, server, server.end()) for step, server in self._servers]
+        for step, server, code in ended:
+            if code not in (0, 130) or TRACE in server.said:
+                yield Played(step, step.text, code, output=server.said, wrong=f"after Ctrl-C it ended with {code}")
 
     def _play(self, step: Step) -> Played:
         if why := exempt(step.page, step.text):
@@ -169,27 +139,25 @@ class Page:
             (self.folder / step.name).write_text(step.text)
             return Played(step)
         begun = time.monotonic()
-        typed, code, output = self._block(step.text) if step.kind == "python" else self._command(step.text)
+        typed, code, output = self._block(step.text) if step.kind == "python" else self._command(step)
         seconds = time.monotonic() - begun
         allowed = next((c for pattern, c in ENDS_WITH if re.match(pattern, typed)), (0,))
         wrong = f"ended with {code}" if code not in allowed else "shows a traceback" if TRACE in output else ""
         return Played(step, typed, code, seconds, output, wrong)
 
-    def _command(self, text: str) -> tuple[str, int, str]:
-        typed = put_in(text, self.folder / "runs")
-        typed = typed if self.hour.whole else smaller(typed)
-        if re.match(r"(export \w+=|cd )", typed):
-            self._exported += typed + "\n"
-        if re.match(r"posttrain serve\b", typed) and "--help" not in typed:
-            return self._serve(typed)
-        if re.search(r"reference_server", typed):
-            return self._serve(typed)
-        environ = {**self.hour.environ, "SERVED": self.hour.served}
+    def _command(self, step: Step) -> tuple[str, int, str]:
+        typed = self._addressed(put_in(step.text, self.folder / "runs"))
+        if re.match(r"export \w+=", typed):
+            return self._export(typed)
+        if SERVES.match(typed):
+            return self._serve(step, with_words(typed, [] if "--port" in typed else ["--port 0"]))
+        if not self.hour.whole:
+            typed = smaller(typed, SCRIPT if self._runs(typed) else "")
         target = WRITES.search(typed)
         if target and (self.folder / target[1]).is_dir():
             shutil.rmtree(self.folder / target[1])
         try:
-            return self._ran(typed, environ)
+            return self._ran(typed)
         finally:
             if (
                 target
@@ -199,12 +167,24 @@ class Page:
                 shutil.rmtree(self.folder / target[1], ignore_errors=True)
                 shutil.copytree(given, self.folder / target[1])
 
-    def _ran(self, typed: str, environ: dict[str, str]) -> tuple[str, int, str]:
+    def _runs(self, typed: str) -> bool:
+        """Whether it is a program of the reader's in which a run begins."""
+        program = self.folder / (typed.split()[1:2] or ["."])[0]
+        return program.suffix == ".py" and program.is_file() and "posttrain.run(" in program.read_text()
+
+    def _addressed(self, text: str) -> str:
+        """The default address is that of the server that the page has started, which listens on any free port."""
+        return text.replace(DEFAULT_ADDRESS, self._url) if self._url else text
+
+    def _ran(self, typed: str) -> tuple[str, int, str]:
+        if not self.hour.whole and self.page not in BY_THE_SHELL and PLAIN.match(typed):
+            words = shlex.split(typed, comments=True)
+            return typed, *self._started.run(words, self.folder, self._environ, self.hour.limit)
         try:
             done = subprocess.run(
-                ["bash", "-c", f"{self._exported}{typed}"],
+                ["bash", "-c", typed],
                 cwd=self.folder,
-                env=environ,
+                env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -214,26 +194,34 @@ class Page:
             return typed, 124, (late.stdout or b"").decode(errors="replace")
         return typed, done.returncode, done.stdout.decode(errors="replace")
 
-    def _serve(self, typed: str) -> tuple[str, int, str]:
-        server = Serving(typed, self.folder, self.hour.environ, self._exported)
-        heard = server.listens(self.hour.limit)
-        code = server.end()
-        return typed, 0 if heard and code in (0, 130) else code or 1, server.said
+    def _export(self, typed: str) -> tuple[str, int, str]:
+        """What it sets is there for every later step of the page."""
+        _, code, said = self._ran(f"{typed}\nenv -0")
+        if not code:
+            self._environ = dict(x.split("=", 1) for x in said.split("\0") if "=" in x)
+        return typed, code, "" if not code else said
+
+    def _serve(self, step: Step, typed: str) -> tuple[str, int, str]:
+        server = Serving(typed, self.folder, self._environ)
+        if not server.listens(SERVES_WITHIN):
+            return typed, server.end() or 1, server.said
+        self._servers.append((step, server))
+        self._url = server.url
+        return typed, 0, server.said
 
     def _block(self, text: str) -> tuple[str, int, str]:
         if self._python is None:
-            table = json.dumps({} if self.hour.whole else {name: toy(name, []) for name in RECIPES})
             self._python = subprocess.Popen(
-                [str(self.hour.venv / "bin/python"), str(HERE / "driver.py"), table],
+                [str(self.hour.venv / "bin/python"), str(HERE / "driver.py"), *([] if self.hour.whole else ["--toy"])],
                 cwd=self.folder,
-                env=self.hour.environ,
+                env=self._environ,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
         assert self._python.stdin is not None and self._python.stdout is not None
         block, output = self.folder / ".block.py", self.folder / ".block.txt"
-        block.write_text(text)
+        block.write_text(self._addressed(text))
         output.write_text("")
         print(f"{block}\t{output}", file=self._python.stdin, flush=True)
         ready, _, _ = select.select([self._python.stdout], [], [], self.hour.limit)
@@ -243,24 +231,30 @@ class Page:
 
 def play(hour: Hour, chosen: Sequence[Path], jobs: int, say: Callable[[str], None] = flushed) -> list[Played]:
     """Play pages, `jobs` of them at once; returns every step."""
-    server = Serving("posttrain serve my-model --port 0 --no-token", hour.folder / "given", hour.environ)
-    if not server.listens(120.0):
-        raise RuntimeError(f"posttrain serve my-model says no address:\n{server.said}")
-    hour = Hour(**{**hour.__dict__, "served": server.url})
     out: list[Played] = []
     lock = threading.Lock()
 
-    def one(path: Path) -> None:
-        for p in Page(hour, path).play():
-            with lock:
-                out.append(p)
-                say(told(p))
+    idle: SimpleQueue[Started] = SimpleQueue()
 
+    def one(path: Path) -> None:
+        started = idle.get()
+        try:
+            for p in Page(hour, path, started).play():
+                with lock:
+                    out.append(p)
+                    say(told(p))
+        finally:
+            idle.put(started)
+
+    programs = [Started(hour.venv, hour.folder, hour.environ) for _ in range(jobs)]
+    for program in programs:
+        idle.put(program)
     try:
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(one, chosen))
     finally:
-        server.end()
+        for program in programs:
+            program.end()
     return out
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from posttrain.cli.parser import parser, split_overrides
 from tests.first_hour.pages import Step, steps
+from tests.first_hour.play import PLAIN
+from tests.first_hour.serving import SERVES
 from tests.first_hour.words import EXEMPT, NOT_PAGES, exempt, pages, put_in, smaller
 
 ROOT = Path(__file__).parents[2]
@@ -73,5 +75,20 @@ def test_toy_sizes_stand_where_a_setting_has_another_value() -> None:
     assert small.startswith("posttrain run sft model=m sft.steps=4 --out runs/x env.heldout=8 ")
     assert small.endswith("sft.batch=8  # why") and small.count("sft.steps") == 1
     assert "sft.steps" not in smaller("posttrain run verifiable sft=none")
-    assert smaller("posttrain run --resume runs/x rl.steps=200") == "posttrain run --resume runs/x rl.steps=4"
+    assert smaller("posttrain run --resume runs/x rl.steps=200") == "posttrain run --resume runs/x rl.steps=14"
     assert smaller("posttrain show runs/x") == "posttrain show runs/x"
+    assert "rl.eval_every=1 " in smaller("posttrain run grpo rl.eval_every=10 model=m")
+    assert "rl.eval_every=0 " in smaller("posttrain run grpo model=m")
+    assert smaller("posttrain eval m env=arithmetic") == "posttrain eval m env=arithmetic env.heldout=8 --max-tokens 8"
+    assert smaller("python train.py A", "driver.py --toy") == "python driver.py --toy train.py A"
+
+
+def test_what_a_server_is_and_what_needs_the_shell() -> None:
+    assert SERVES.match("posttrain serve my-model --port 0") and not SERVES.match("posttrain serve --help")
+    assert PLAIN.match("posttrain run sft 'a=b c'") and not PLAIN.match("posttrain ladder | head")
+
+
+def test_the_index_has_every_example() -> None:
+    examples = ROOT / "examples"
+    listed = set(re.findall(r"\]\((\w+)/README\.md\)", (examples / "README.md").read_text(encoding="utf-8")))
+    assert listed == {p.parent.name for p in examples.glob("*/README.md")}

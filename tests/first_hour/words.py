@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -49,6 +49,7 @@ EXEMPT = (
     Exempt("*", r".*https://", NETWORK),
     Exempt("*", r".*\bdevice=cuda\b", "needs a GPU"),
     Exempt("*", r"(?s).*\bfrom trl import", "needs TRL, which the page compares with"),
+    Exempt("*", r"(python|python3) -m verl\.", "is a command of verl, which the page compares with"),
     Exempt("*", r"(jupyter|tensorboard)\b", "is a program of somebody else"),
     Exempt("*", r"pip install .*(vllm|posttrain\[(bench|all)\])", NETWORK),
 )
@@ -69,7 +70,9 @@ STANDS = (
     (re.compile(r"\bRUN\b"), GIVEN_RUN),
     (re.compile(r"\bRECIPE\b"), "arithmetic"),
     (re.compile(r"(?<=ladder )NAME\b"), "grpo"),
-    (re.compile(r"http://127\.0\.0\.1:8000"), "$SERVED"),
+    (re.compile(r"(?<= )openai/gsm8k\b"), "problems.jsonl"),
+    (re.compile(r"\bruns/a\b"), GIVEN_RUN),
+    (re.compile(r"\bruns/b\b"), "runs/other"),
 )
 ELLIPSIS = re.compile(r"\bruns/(?P<recipe>\w*)-?\.\.\.")
 
@@ -89,47 +92,56 @@ def _newest(runs: Path, name: str) -> str:
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
-SUPERVISED = {"steps": 4, "batch": 8}
-REINFORCE = {"steps": 2, "prompts": 4, "siblings": 4, "eval_every": 0, "sampling.max_tokens": 8}
-RESUMED = 4
-"""Steps that a run which goes on is given in place of the printed number."""
+SUPERVISED = {"steps": "4", "batch": "8"}
+REINFORCE = {"steps": "2", "prompts": "4", "siblings": "4", "eval_every": "0", "sampling.max_tokens": "8"}
+RESUMED = 14
+"""Steps that a run which goes on is given in place of the printed number: more than `runs/mine` has."""
 
 
-def smaller(command: str) -> str:
-    """The command with toy sizes: a run's stages, a check's tasks, an evaluation's samples."""
+def smaller(command: str, script: str = "") -> str:
+    """The command with toy sizes: a run's stages, a check's tasks, an evaluation's prompts; a program of the
+    reader's by `script`, which makes the runs in it small."""
     words = shlex.split(command, comments=True)
     if words[:2] == ["posttrain", "run"] and "--help" not in words:
         if "--resume" in words:
             return re.sub(r"\.steps=\d+", f".steps={RESUMED}", command)
-        return _with(command, toy(next((w for w in words[2:] if "=" not in w and not w.startswith("-")), ""), words))
+        return with_words(
+            command, toy(next((w for w in words[2:] if "=" not in w and not w.startswith("-")), ""), words)
+        )
     if words[:2] == ["posttrain", "check"]:
-        return re.sub(r"--tasks \d+", "--tasks 8", command) if "--tasks" in words else _with(command, ["--tasks 8"])
-    if words[:2] == ["posttrain", "serve"]:
-        return _with(command, ["--port 0"])
+        few = re.sub(r"--tasks \d+", "--tasks 8", command)
+        return few if "--tasks" in words else with_words(command, ["--tasks 8"])
+    if words[:2] == ["posttrain", "eval"] and any(w.startswith(("env=", "env.prompts=")) for w in words):
+        return with_words(command, ["env.heldout=8", "--max-tokens 8"])
+    if script and words[0] == "python":
+        return f"python {script} {command.removeprefix('python ')}"
     return command
 
 
 def toy(name: str, given: list[str]) -> list[str]:
     """The overrides that make a recipe small; of what is no recipe (a file) none, because files are small here."""
     try:
-        run = recipe(name)
+        return sizes(recipe(name), given)
     except PosttrainError:
         return []
-    return [o for o in sizes(run) if f"{o.split('.')[0]}=none" not in given]
 
 
-def sizes(run: Run) -> list[str]:
-    """The overrides that make a run small."""
-    return ["env.heldout=8", "evaluation.samples=2", *(o for s in run.stages for o in _of(s))]
+def sizes(run: Run, given: Sequence[str] = ()) -> list[str]:
+    """The overrides that make a run small, beside those that are given: a stage that is taken out stays out, and one
+    that is asked to evaluate on its way does."""
+    stages = [o for s in run.stages if f"{s.name}=none" not in given for o in _of(s, given)]
+    return ["env.heldout=8", "evaluation.samples=2", *stages]
 
 
-def _of(stage: object) -> Iterator[str]:
+def _of(stage: object, given: Sequence[str]) -> Iterator[str]:
     name = stage.name  # type: ignore[attr-defined]
     small = REINFORCE if isinstance(stage, Reinforce) else SUPERVISED
-    yield from (f"{name}.{key}={value}" for key, value in small.items())
+    for key, value in small.items():
+        asked = key == "eval_every" and any(g.startswith(f"{name}.{key}=") and not g.endswith("=0") for g in given)
+        yield f"{name}.{key}={'1' if asked else value}"
 
 
-def _with(command: str, words: list[str]) -> str:
+def with_words(command: str, words: list[str]) -> str:
     """The command with these words at its end; a setting that it has already gets the new value where it stands."""
     body, mark, comment = command.partition("  #")
     for word in words:

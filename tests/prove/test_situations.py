@@ -19,9 +19,6 @@ COUNT = int(os.environ.get("POSTTRAIN_SITUATIONS", "1"))
 FIRST = int(os.environ.get("POSTTRAIN_SEED", "0"))
 SEEDS = (0, 1, 2) if COUNT >= 3 else tuple((FIRST + i) % 3 for i in range(COUNT))
 
-NOT_TOLD = (("reward raising", 0), ("wrong template", 1))
-"""Situations that the rules do not tell yet at these settings: the first speaks only in the last step or not at all."""
-
 
 @pytest.fixture(scope="session")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -30,9 +27,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_it_ends_with_the_right_sentence(name: str, seed: int, stages: Path, request: pytest.FixtureRequest) -> None:
-    if (name, seed) in NOT_TOLD:
-        request.applymarker(pytest.mark.xfail(reason="not told yet", strict=False))
+def test_it_ends_with_the_right_sentence(name: str, seed: int, stages: Path) -> None:
     print(f'python -m benchmarks.situations --only "{name}" --seed {seed}')
     outcome = play(name, fresh(seed), stages / str(seed))
     assert outcome.right, f"said {outcome.said}\n{outcome.output}"
@@ -54,4 +49,4 @@ def test_every_situation_has_a_sentence_of_its_own() -> None:
 def test_healthy_runs_are_not_spoken_about(tmp_path: Path) -> None:
     print(f"seed {FIRST}: python -m benchmarks.taught --seed {FIRST} --only N plays one again")
     outcomes = taught.many(FIRST, 6 * COUNT, tmp_path)
-    assert not [taught.line(o) for o in outcomes if o.found or o.stopped]
+    assert not [taught.line(o) for o in outcomes if taught.is_false(o) or o.stopped]

@@ -57,6 +57,30 @@ def test_one_call_has_every_answer_and_every_argument() -> None:
     assert logged == {"metric/mean_length": Gauge(3.0, 2.0)}
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "\x1b[2J", "\u202egpj", "x" * 65, "_x", "-x", 3, "a\x00"])
+@pytest.mark.parametrize("which", ["log_metric", "log_extra"])
+def test_what_is_logged_has_a_name_that_can_be_printed(name: Any, which: str) -> None:
+    judged, logged = batch(lambda completions, **kw: kw[which](name, [1] * 4 if which == "log_extra" else 1.0))
+    assert logged == {} and {j.verdict.kind for j in judged} == {"raised"}
+    why = judged[0].verdict.why
+    assert "a name is 1 to 64 letters" in why and why.isprintable(), why
+
+
+def test_values_that_are_no_numbers_are_not_logged() -> None:
+    def f(completions, log_metric, **kw):
+        for x in (1.0, float("nan"), float("inf"), -float("inf"), 3.0):
+            log_metric("länge/mean", x)
+        return [1.0] * len(completions)
+
+    def many(completions, log_metric, **kw):
+        for i in range(1000):
+            log_metric(f"m{i}", 1.0)
+
+    assert batch(f)[1] == {"metric/länge/mean": Gauge(4.0, 2.0)}
+    judged, logged = batch(many)
+    assert "at most 100 different names" in judged[0].verdict.why and len(logged) <= 100
+
+
 async def coroutine(completions, **columns):
     await asyncio.sleep(0)
     return [None if c == "8" else 1.0 for c in completions]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from posttrain.api.endpoint import EndpointOptions
 from posttrain.api.request import RunOptions
 from posttrain.cli import main
 from posttrain.cli.ladder import diff, one
-from posttrain.cli.parser import split_overrides
+from posttrain.cli.parser import COMMANDS, split_overrides
 from posttrain.core import shell, tree
 from posttrain.core.algorithm import CHOICES, Algorithm
 from posttrain.core.errors import ConfigError, DataError, RewardError
@@ -63,14 +64,19 @@ print(sorted(m for m in sys.modules if m in ("torch", "transformers", "tokenizer
     assert float(seconds) < 3.0 and len(done.stdout) > 200
 
 
-@pytest.mark.parametrize("command", ["run", "ladder", "eval", "check", "new", "show", "export"])
-def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [c.__name__.rpartition(".")[2].removesuffix("_command") for c in COMMANDS])
+def test_every_command_has_help_with_an_example(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command = {"evaluate": "eval"}.get(command, command)
     try:
         code = main([command, "--help"])
     except SystemExit as done:
         code = done.code
     text = capsys.readouterr().out
     assert code == 0 and f"posttrain {command}" in text and "example:" in text and "exit codes:" in text
+    assert max(map(len, text.splitlines())) <= 80 and not re.search(r"\b[A-E]\d\d\b", text)
 
 
 def test_help_of_a_recipe_lists_its_settings(capsys: pytest.CaptureFixture[str]) -> None:

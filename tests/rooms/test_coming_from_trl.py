@@ -1,19 +1,24 @@
 """docs/coming-from-trl.md has every field of TRL's configurations, and each name of ours on it can be set.
 
 `tests/golden/trl_fields.json` holds the fields of the TRL release that the page was written for. Where TRL can be
-imported, the installed one is compared as well; `POSTTRAIN_UPDATE=1` then writes the file anew.
+imported, the installed one is compared as well; `POSTTRAIN_UPDATE=1` then writes the file anew. Elsewhere a test marked
+prove takes the release from the package index and reads its classes without importing them: the pinned release, or the
+newest one with `POSTTRAIN_TRL=newest`, as `make everything` has it.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.metadata
 import json
 import os
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +130,58 @@ def test_the_page_has_every_field_of_the_installed_trl() -> None:
         assert {k: found[k] for k in TABLES if k != "TrainingArguments"} == {
             k: recorded()[k] for k in TABLES if k != "TrainingArguments"
         }
+
+
+# --- a release that is not installed ---------------------------------------------------------------------------------
+
+
+def declared(sources: Iterable[str | bytes], name: str) -> list[str]:
+    """The fields of a dataclass, with those of its bases that stand in the same sources. Nothing is imported."""
+    classes = {n.name: n for text in sources for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ClassDef)}
+
+    def of(known: str) -> list[str]:
+        node = classes.get(known)
+        if node is None:
+            return []
+        own = [s for s in node.body if isinstance(s, ast.AnnAssign) and "ClassVar" not in ast.unparse(s.annotation)]
+        bases = [f for b in node.bases for f in of(ast.unparse(b).rpartition(".")[2])]
+        return [*bases, *(s.target.id for s in own if isinstance(s.target, ast.Name))]
+
+    assert name in classes, f"there is no class {name}: TRL has it elsewhere now"
+    return list(dict.fromkeys(of(name)))
+
+
+def test_fields_are_read_without_importing() -> None:
+    base = "import nothing\nclass Base(Elsewhere):\n    a: int = 0\n    k: ClassVar[int] = 1\n    b: str\n"
+    text = "class GRPOConfig(x.Base):\n    a: int = 2\n    c: float | None = field(default=None)\n    d = 3\n"
+    assert declared([text, base], "GRPOConfig") == ["a", "b", "c"]
+    with pytest.raises(AssertionError, match="TRL has it elsewhere"):
+        declared([text], "SFTConfig")
+
+
+@pytest.mark.prove
+def test_the_page_has_every_field_of_a_release_from_the_index(tmp_path: Path) -> None:
+    newest = os.environ.get("POSTTRAIN_TRL") == "newest"
+    wanted = "trl" if newest else f"trl=={recorded()['trl']}"
+    words = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *words, "--dest", str(tmp_path), wanted], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"{wanted} cannot be had from the package index: {done.stderr.strip()[-200:]}")
+    (wheel,) = tmp_path.glob("trl-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        sources = [archive.read(n) for n in archive.namelist() if re.fullmatch(r"trl/trainer/\w+\.py", n)]
+    base = {*recorded()["TrainingArguments"]}
+    found = {c: sorted({*declared(sources, c)} - base) for c in ("GRPOConfig", "SFTConfig")}
+    assert all(len(f) > 15 for f in found.values())
+    version = wheel.name.split("-")[1]
+    missing = against({**recorded(), **found, "trl": version})
+    assert missing == [], (
+        f"TRL {version}: write these fields into docs/coming-from-trl.md, and pin it in constraints.txt"
+    )
+    if version == recorded()["trl"]:
+        assert found == {c: recorded()[c] for c in found}
 
 
 def test_every_row_says_why() -> None:

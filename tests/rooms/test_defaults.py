@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 from posttrain.api import defaults, overrides
-from posttrain.api.defaults import ForModel, for_model, given_paths
-from posttrain.api.measure import Machine, data_size, model_size
+from posttrain.api.defaults import (
+    LR,
+    SMALL_LR,
+    ForModel,
+    for_model,
+    given_paths,
+    learning_rate,
+    room_for_minibatches,
+)
+from posttrain.api.measure import Machine, SeenDevices, best_device, data_size, model_size
 from posttrain.api.request import RunOptions, requested
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, DataError
@@ -78,7 +86,7 @@ def test_a_real_model_on_a_gpu(qwen: Path, tmp_path: Path) -> None:
     assert (rl.optimizer.lr, rl.prompts, rl.siblings, rl.sampling.max_tokens) == (1e-6, 128, 8, 1024)
     assert run.model.context == 1536 and run.slots == 512 and rl.micro_tokens == 8192
     assert not run.model.gradient_checkpointing
-    assert "  rl.optimizer.lr = 1e-06: full weights of a trained model" in ready.lines
+    assert "  rl.optimizer.lr = 1e-06: full weights, as published for half a billion parameters and more" in ready.lines
     assert (
         all(len(line.replace(str(qwen), "MODEL").replace(str(tmp_path), "DATA")) <= 120 for line in ready.lines)
         and ready.chosen["rl.prompts"]
@@ -131,6 +139,37 @@ def test_a_small_model_keeps_the_settings_of_the_recipe(qwen: Path) -> None:
         file.truncate(200_000)
     ready = chosen("arithmetic", f"model={qwen}")
     assert ready.run.stages == recipe("arithmetic").stages and "100,000 parameters" in ready.lines[0]
+
+
+def test_the_learning_rate_falls_with_the_size(qwen: Path, tmp_path: Path) -> None:
+    sizes = [10**n for n in range(4, 12)]
+    for kind in (Reinforce, Supervised):
+        rates = [learning_rate(kind, n)[0] for n in sizes]
+        assert rates == sorted(rates, reverse=True) and (rates[0], rates[-1]) == (SMALL_LR[kind], LR[kind])
+    for size, lr in ((200_000, 5e-4), (60_000_000, 1e-5)):  # bytes of bfloat16
+        with (qwen / "model.safetensors").open("wb") as file:
+            file.truncate(size)
+        rl = chosen("grpo", f"model={qwen}", rows(tmp_path)).run.stage("rl")
+        assert rl.optimizer.lr == lr
+        assert chosen("grpo", f"model={qwen}", "rl.optimizer.lr=0.3").run.stage("rl").optimizer.lr == 0.3
+
+
+@pytest.mark.parametrize("cut", [48, 7, 256])
+def test_minibatches_that_are_given_fit_the_batch_that_is_chosen(cut: int, qwen: Path, tmp_path: Path) -> None:
+    base, words = recipe("grpo"), [f"model={qwen}", rows(tmp_path), f"rl.minibatches={cut}"]
+    run = overrides.apply(base, [*room_for_minibatches(base, words), *words])
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(defaults, "machine", lambda asked=None: GPU)
+        rl = for_model(run, given_paths(base, words)).run.stage("rl")
+    assert isinstance(rl, Reinforce) and rl.minibatches == cut and rl.prompts % cut == 0
+    assert room_for_minibatches(base, [*words, "rl.prompts=5"]) == room_for_minibatches(base, words[1:]) == []
+
+
+def test_mps_is_chosen_only_with_float64() -> None:
+    assert best_device(SeenDevices(cuda=True, mps=True, mps_float64=True))[0] == "cuda"
+    assert best_device(SeenDevices(mps=True, mps_float64=True))[0] == "mps"
+    assert "no float64" in best_device(SeenDevices(mps=True))[1]
+    assert best_device(SeenDevices(built_with_cuda=False))[1].endswith("(it is built without CUDA)")
 
 
 def test_a_stage_that_has_nothing_to_imitate_is_left_out(tmp_path: Path) -> None:

@@ -40,6 +40,23 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "folder": (["run", "ladder", "--out", "here"], "is not empty"),
     "resume": (["run", "--resume", "here"], "here"),
     "trust": (["run", "ladder", "--trust"], "give it with --resume"),
+    "device": (["run", "ladder", "model.device=nonsense"], "use cpu, cuda"),
+    "run to begin with": (["run", "grpo", "model=runs/nope/checkpoints/best"], "no such directory"),
+    "run to resume": (["run", "--resume", "runs/nope"], "it does not exist"),
+    "serve": (["serve", "./nope"], "./nope: no such directory. Give a run folder"),
+    "serve, a folder": (["serve", "here"], "no config.json there"),
+    "serve, of the hub": (["serve", "no-such-model"], "the hub cannot be reached"),
+    "serve, a setting": (["serve", "./nope", "rl.steps=3"], "no such directory"),
+    "eval": (["eval", "./nope"], "./nope: no such directory. Give a run folder"),
+    "eval of the hub": (["eval", "no-such-owner/no-such-model", "env=arithmetic"], "the hub cannot be reached"),
+    "export": (["export", "runs/nope", "out"], "it does not exist"),
+    "show": (["show", "runs/nope"], "it does not exist"),
+    "summary": (["summary", "runs/nope"], "it does not exist"),
+    "plot": (["plot", "runs/nope"], "it does not exist"),
+    "compare": (["compare", "runs/nope", "runs/nor"], "it does not exist"),
+    "check": (["check", "runs/nope"], "there is no such folder"),
+    "check a recipe": (["check", "verifiable"], "check prompts env.prompts=mine.jsonl"),
+    "ladder --on": (["ladder", "--on", "runs/nope"], "it does not exist"),
 }
 
 PROGRAM = """
@@ -87,3 +104,34 @@ def test_each_says_what_to_change(name: str, answers: tuple[list[int], list[str]
     said = answers[2][number]
     assert answers[0][number] in (2, 4, 5) and says in said, said
     assert "Traceback" not in said and said.startswith("posttrain: ")
+
+
+def test_python_answers_before_torch_too(tmp_path: Path) -> None:
+    program = """
+import sys, posttrain
+for call in (
+    lambda: posttrain.run("grpo", "rl.stps=4"),
+    lambda: posttrain.run("grpo", model="./nope"),
+    lambda: posttrain.run("grpo", env=[{"prompt": "1+1=", "answer": "2"}], rewards=["exactly"]),
+    lambda: posttrain.run(resume="runs/nope"),
+    lambda: posttrain.evaluate("./nope", "env=arithmetic"),
+    lambda: posttrain.export("runs/nope", "out"),
+    lambda: posttrain.load("runs/nope"),
+):
+    try:
+        call()
+    except posttrain.core.errors.PosttrainError as error:
+        print(type(error).__name__)
+print("torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    wanted = ["ConfigError"] * 3 + ["RunFolderError", "ConfigError"] + ["RunFolderError"] * 2
+    assert done.stdout.split() == [*wanted, "False"]

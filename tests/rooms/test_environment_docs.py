@@ -1,4 +1,5 @@
-"""The examples of the pages about environments and tools run, in order, in one namespace a page."""
+"""The examples of the pages about environments and tools run, in order, in one namespace a page. What is a file
+of its own there is played in the first hour."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ PAGES = {"environments.md": 11, "tools.md": 3}
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_run(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```python\n(?!# \w+\.py\n)(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) == PAGES[page]
     module = ModuleType("docs_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,10 +71,21 @@ def test_rewards_and_prompts_are_named(run: Path, tmp_path: Path) -> None:
     data = (f"env.prompts={rows}", "env.rewards=exact")
     posttrain.run("grpo", *tiny, *small, *data, out=tmp_path / "run", quiet=True)
     card = model_card(tmp_path / "run", find(tmp_path / "run"), "mine")
-    assert f"`{rows}` | `exact (weight 1)`" in card
+    assert f"`{rows.name}` | `exact (weight 1)`" in card and str(tmp_path) not in card
 
 
 HOSTILE = "x`|\n<script>alert(1)</script> ![](http://a/b) \x1b[2J"
+
+
+CELL = re.compile(r"(?:\\[!-/:-@\[-`{-~]|[^|\n])+")
+"""A cell of a table: a backslash takes the mark behind it along."""
+
+
+@pytest.mark.parametrize("text", ["a|b", "a\\|b", "a\\\\|b", "|", "\\|\\\\|\\\\\\|x", "`|`", "a\n| b |", "``` | ```"])
+def test_text_stays_in_its_cell(text: str) -> None:
+    shown = code(text)
+    assert shown.startswith("`") and shown.endswith("`") and "`" not in shown[1:-1]
+    assert CELL.findall(f"| {shown} | last |") == [f" {shown} ", " last "], shown
 
 
 def test_names_of_a_strangers_folder_are_no_markup(run: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from posttrain.api.handed import named_rewards, place, setting_words
 from posttrain.cli import main
 from posttrain.core.abilities import Abilities
 from posttrain.core.asks import asks
-from posttrain.core.errors import ConfigError, DataError, RunFolderError
+from posttrain.core.env import Reward
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ladder import DAPO
 from posttrain.core.ports import Environment
 from posttrain.core.reader import run_file, steps
@@ -103,6 +105,35 @@ def test_rewards_of_every_kind_have_names_and_weights() -> None:
         named_rewards([3])  # type: ignore[list-item]
 
 
+def test_rewards_handed_again_keep_the_weights_of_the_run() -> None:
+    begun, _ = place(recipe("grpo"), posttrain.prompts(ROWS), [("exact", 0.25), (right, 0.5)])
+
+    def weights(*rewards: Any) -> dict[str, float]:
+        return {r.function: r.weight for r in place(begun, rewards=list(rewards))[0].env.rewards}
+
+    own = {"exact": 0.25, "inline:right": 0.5}
+    assert weights(right) == weights("exact", right) == weights(right, "exact") == own
+    assert weights((right, 0.9)) == weights("exact", (right, 0.9)) == {**own, "inline:right": 0.9}
+    assert weights(Reward(function="exact", weight=2.0), right) == {**own, "exact": 2.0}
+    assert weights("exact") == {"exact": 1.0} and weights(right, "contains") == {"inline:right": 1.0, "contains": 1.0}
+
+
+def test_a_list_that_holds_itself_is_no_row() -> None:
+    """Also where it is deep, and where its keys are long."""
+    row: dict[str, Any] = {"prompt": "x", "answer": []}
+    row["answer"].append(row["answer"])
+    with pytest.raises(DataError, match="row 1: 'answer' is nested more than 100 deep, or holds itself"):
+        posttrain.prompts([row])
+    row["answer"] = {"k" * 10: row}
+    with pytest.raises(DataError, match="holds itself") as error:
+        posttrain.prompts([row])
+    assert len(str(error.value)) < 300
+    whole: list[Any] = []
+    whole.append(whole)
+    with pytest.raises(DataError, match="a row is a dict"):
+        posttrain.prompts(whole)
+
+
 def test_functions_of_a_program_do_not_go_to_workers() -> None:
     run, given = place(recipe("grpo"), posttrain.prompts(ROWS), [right])
     reward = replace(run.env.rewards[0], workers=2)
@@ -151,7 +182,18 @@ def test_a_run_with_objects_is_data_and_goes_on_with_them(tmp_path: Path, capsys
 
     with pytest.raises(ConfigError, match="the run has no object 'other'"):
         posttrain.run(resume=folder, rewards=[right, near, other], quiet=True)
-    again = posttrain.run(resume=folder, rewards=[right, near])
+    level = [{**row, "level": -1} for row in ROWS]
+    for handed, says in (
+        ({"rewards": [right, (near, 0.9)]}, "reward 'near' has weight 0.5 in this run, and was handed with 0.9"),
+        ({"rewards": [right, near], "env": level}, "the run has no object 'env'"),
+        ({"rewards": [right, near], "env": Next()}, "the run has no object 'Next'"),
+        ({"rewards": [right, near, "exact"]}, "the run has no object 'exact'"),
+        ({"rewards": [right, near], "env": posttrain.prompts(ROWS, turns=3)}, "env.args.turns is None in this run"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(says)) as error:
+            posttrain.run(resume=folder, **handed, quiet=True)
+        assert f"model={folder}" in str(error.value)
+    again = posttrain.run(resume=folder, env=ROWS, rewards=[right, (near, 0.5)])
     assert "note: reward 'near' is not as it was" in capsys.readouterr().out
     assert [r.weight for r in again.run.env.rewards] == [1.0, 0.5]
     report = posttrain.evaluate(folder, rewards=[right, near], samples=2, quiet=True)
@@ -215,6 +257,20 @@ def test_environments_of_a_program_are_played(env: Any, tmp_path: Path) -> None:
     posttrain.evaluate(result.folder, env=env, samples=1, quiet=True)
 
 
+def test_an_evaluation_closes_its_environment_however_it_ends() -> None:
+    closed = list[str]()
+
+    class Closing(Next):
+        heldout = ()
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    with pytest.raises(ConfigError, match="leaves no task to evaluate on"):
+        posttrain.evaluate("http://127.0.0.1:9/v1", env=Closing(), quiet=True)
+    assert closed == ["next"]
+
+
 def test_settings_of_an_environment_object_can_be_overridden() -> None:
     run, given = place(recipe("grpo"), Mine(max_operand=5, heldout_count=4))
     env = environment(replace(run.env, args={**run.env.args, "max_operand": 7}, heldout=3), 0, given)
@@ -226,15 +282,6 @@ def test_an_algorithm_goes_into_the_stage_that_learns() -> None:
     assert run.stage("rl").algorithm is DAPO
     with pytest.raises(ConfigError, match="2 stages that learn from reward"):
         place(replace(run, stages=(*run.stages, replace(run.stages[0], name="two"))), algorithm=DAPO)
-
-
-def test_a_piece_of_a_program_is_missed_by_its_name(tmp_path: Path) -> None:
-    posttrain.run("grpo", HELD, env=ROWS, rewards=["exact"], out=tmp_path / "r", **TINY)
-    path = tmp_path / "r" / "run.json"
-    data = json.loads(path.read_text())
-    path.write_text(json.dumps({**data, "objects": [{"name": "Bell", "kind": "piece", "source": "class Bell: ..."}]}))
-    with pytest.raises(RunFolderError, match="has Bell, defined by the Python program that began it"):
-        posttrain.load(tmp_path / "r")
 
 
 def test_results_read_well(tmp_path: Path) -> None:

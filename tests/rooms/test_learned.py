@@ -8,18 +8,19 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_parts import RL, SMALL, play, refused
 
 import posttrain
 from posttrain.api.curve import CurveLine, picture
-from posttrain.api.summary import markdown
+from posttrain.api.summary import markdown, write_summary
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
 from posttrain.core.interval import Gain, Score
-from posttrain.diagnose.compared import compare_runs, student95
+from posttrain.diagnose.compared import compare_runs, over_seeds, student95
 from posttrain.diagnose.learned import stage_learned
 from posttrain.diagnose.outcome import Measurement, RunOutcome, read_outcome
 
@@ -149,6 +150,26 @@ def test_a_run_without_a_step_says_so(copy: Path, capsys: pytest.CaptureFixture[
     assert "no run.json" in refused(capsys, "summary", str(copy / "episodes"), code=5)
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", 1e308, -1e308, 1e-320])
+def test_numbers_that_are_none_or_huge_break_no_report(
+    value: Any, copy: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In every gauge of two steps of three: read, drawn and compared, or an error with a sentence."""
+    path = copy / "steps.jsonl"
+    rows = [json.loads(x) for x in path.read_text().splitlines()]
+    for i, row in enumerate(r for r in rows if r["stage"] == "rl"):
+        row["gauges"] = {n: [value if i < 2 else -value if isinstance(value, float) else 1, 1] for n in row["gauges"]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["summary", str(copy)]) == 0 and main(["summary", str(copy), "--markdown"]) == 0
+    assert main(["compare", str(copy), str(other)]) == 0
+    assert "Did it learn?" in capsys.readouterr().out
+    done = main(["plot", str(copy), str(other), "--out", str(copy / "x.svg")])
+    assert done == 0 or (done == 2 and "cannot be drawn" in capsys.readouterr().err)
+    notes = write_summary(read_outcome(copy))
+    assert notes == [] or "cannot be drawn" in notes[0]
+
+
 # --- the sentence ----------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +227,9 @@ def test_the_picture_in_characters() -> None:
     assert lines[0].endswith(".") and lines[2].endswith("X") and lines[4].strip().startswith("0.00 |.")
     assert "X held" in lines[-1] and all(len(x) <= 80 for x in lines)
     assert picture([CurveLine("reward", ".", ((1, math.nan),))]) == [] == picture([])
+    for odd in (((-7, 0.5), (9, 1.0)), ((1, 1e308), (3, -1e308)), ((1, 1e14), (3, 1e14)), ((1, math.inf), (2, 0.0))):
+        drawn = picture([CurveLine("reward", ".", odd, averaged=True)])
+        assert all(len(x) <= 80 for x in drawn)
 
 
 def test_plots_are_written_and_refuse_what_is_not_there(
@@ -215,7 +239,8 @@ def test_plots_are_written_and_refuse_what_is_not_there(
         assert main(["plot", str(run), str(other), "--out", str(tmp_path / name)]) == 0
         assert (tmp_path / name).stat().st_size > 5000
     figure = posttrain.plot(run, gauges=("optim/grad_norm",))
-    assert len(figure.axes) == 1
+    assert [a.get_xlabel() for a in figure.axes] == ["step of sft", "step of rl"]
+    assert [a.get_xlabel() for a in posttrain.plot(run).axes] == ["", "step of rl"]
     capsys.readouterr()
     assert "optim/grad_norm" in refused(capsys, "plot", str(run), "--gauge", "optim/grad_nor", code=2)
     assert ".svg, .png" in refused(capsys, "plot", str(run), "--out", "x.txt", code=2)
@@ -237,6 +262,29 @@ def test_two_runs_are_paired_by_prompt(run: Path, other: Path, capsys: pytest.Ca
     assert c.gains[0].over_seeds is None
     said = capsys.readouterr().out
     assert "another seed may" in " ".join(said.split()) and all(len(x) <= 80 for x in said.splitlines())
+
+
+def test_a_seed_that_was_run_twice_counts_once(
+    run: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says nothing of what another seed would give, and its interval would be a point."""
+    a, b = (Path(shutil.copytree(x, tmp_path / x.name)) for x in (run, other))
+    c = compare_runs([run, other, a, b])
+    assert [len(g.runs) for g in c.groups] == [2, 2]
+    (gain,) = c.gains
+    assert gain.over_seeds is None and gain.seeds == (1, 1) and not gain.by_seed
+    assert gain.over_prompts == compare_runs([run, other]).gains[0].over_prompts
+    assert main(["compare", str(run), str(a)]) == 0
+    assert "the same settings and the same seed, 1" in " ".join(capsys.readouterr().out.split())
+
+
+def test_seeds_that_agree_give_no_interval_of_a_point() -> None:
+    assert over_seeds({1: 0.5}, {1: 0.75}) is None
+    assert over_seeds({1: 0.5, 2: 0.25}, {1: 0.75, 2: 0.5}) is None, "equal differences"
+    assert over_seeds({1: 0.5, 2: 0.5}, {3: 0.75, 4: 0.75}) is None
+    one, two = over_seeds({1: 0.5, 2: 0.5}, {1: 0.75, 2: 0.5}), over_seeds({1: 0.5, 2: 0.5}, {3: 0.75, 4: 0.5})
+    assert one is not None and one.low < 0 < one.high and one.prompts == 2
+    assert two is not None and two.low < 0 < two.high and two.prompts == 4
 
 
 @pytest.mark.prove

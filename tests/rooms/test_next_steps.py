@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from run_parts import forget
 
 from posttrain.api.next_steps import next_steps
 from posttrain.cli import main
-from posttrain.core.reader import run_file
+from posttrain.core.reader import SCHEMA, run_file
+from posttrain.core.tree import to_plain
+from posttrain.recipe.recipes import recipe as shipped
 
 SMALL = [
     "rl.steps=1",
@@ -88,6 +94,43 @@ def with_piece():
         assert says in capsys.readouterr().err
     assert main(["run", "--resume", "a", "rl.steps=3", "algorithm=mine.py:with_piece"]) == 2
     assert "is not the one that the run was begun with" in capsys.readouterr().err
+    forget()
+    assert [c[0] for c in commands(Path("a"))] == ["show", "eval", "export", "run", "run", "run"]
+    assert commands(Path("a"))[3] == ["run", "--resume", "a", "rl.steps=4"], "the run knows its file"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "shown"),
+    [
+        ("grpo", ["seed=1", "env.rewards=a b"], 6),
+        ("grpo", ["--trust"], 4),
+        ("grpo", ["verifiable"], 4),
+        ("--resume=x", [], 4),
+        (7, [], 4),
+        ("grpo", "seed=1", 4),
+        ("grpo", ["env.rewards=a\ntouch owned"], 6),
+        (
+            "x\r\x1b[2Jy; touch owned",
+            ["env.args.a=1\u202e\n# hidden", "a=';touch owned;' $(touch owned) `touch owned`"],
+            6,
+        ),
+        ("\x00\x07'", ["a='\n touch owned #"], 6),
+    ],
+)
+def test_words_of_somebody_else_make_no_command_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Any, overrides: Any, shown: int
+) -> None:
+    """Each line is one command of ours; an option or a second recipe among the recorded words is no setting."""
+    asked = {"recipe": recipe, "overrides": overrides}
+    plain = {"schema": SCHEMA, "run": to_plain(shipped("grpo")), "lineages": {}, "asked": asked}
+    (tmp_path / "run.json").write_text(json.dumps(plain))
+    monkeypatch.setattr("posttrain.core.shell.program", lambda: "printf '<%s>'")
+    lines = [x for x in next_steps(run_file(tmp_path).run, tmp_path) if not x.startswith("# ")]
+    assert len(lines) == shown and all(x.isprintable() for x in lines)
+    assert not any("--trust" in x or "--resume=x" in x for x in lines)
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr == "" and not (tmp_path / "owned").exists()
+    assert done.stdout.count("<run>") == shown - 3 and done.stdout.count("<show>") == 1
 
 
 def test_a_run_that_was_cut_goes_on_first_and_a_worse_one_is_not_handed_out(tmp_path: Path) -> None:

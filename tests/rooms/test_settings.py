@@ -4,6 +4,7 @@ back as YAML."""
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import LADDER
 from posttrain.core.meanings import about, meaning, sentence
 from posttrain.core.run import Run
+from posttrain.environment.gallery import GALLERY
+from posttrain.environment.make import shipped_class
 from posttrain.recipe.recipes import RECIPES, recipe
 
 
@@ -49,6 +52,18 @@ def test_every_setting_says_what_it_means(cls: type) -> None:
         assert text.endswith((".", ":", "?")), f"{cls.__name__}.{f.name}: write what it means below it"
 
 
+@pytest.mark.parametrize("name", [*GALLERY, "prompts"])
+def test_help_tells_what_a_shipped_environment_takes(name: str) -> None:
+    run = recipe("arithmetic")
+    run = dataclasses.replace(run, env=dataclasses.replace(run.env, name=name))
+    own = shipped_class(name)
+    assert own is not None
+    said = settings_text(run, "env.args", 80)
+    for field in own.settings():
+        assert f"  env.args.{field} = " in said and meaning(own, field).endswith("."), field
+    assert "env.args.NAME" in settings_text(run, "", 80)
+
+
 @pytest.mark.parametrize("name", sorted(RECIPES))
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_the_help_lists_each_setting_once_and_fits(name: str, columns: int) -> None:
@@ -63,6 +78,7 @@ def test_the_help_lists_each_setting_once_and_fits(name: str, columns: int) -> N
     if columns == 80:
         assert len(settings_text(run, "", 80).splitlines()) <= 70
         assert max(map(len, whole.splitlines())) <= 110  # values stand whole on their line
+        assert not re.search(r"\b[A-E]\d\d\b", whole), "a code of the survey, which no reader of help can look up"
 
 
 @pytest.mark.parametrize(
@@ -152,12 +168,45 @@ HEAD = "recipe: grpo\nstages:\n  rl:\n    type: Reinforce\n"
         ("[" * 5000, "nested too deeply"),
         ("- " * 60 + "1", "nested too deeply"),
         ("", "a run is an object of settings"),
+        (HEAD + "    steps: 0o17\n", "my.yaml:5: stages.rl.steps: '0o17' is not valid here"),
+        (
+            HEAD + f"    steps: {'9' * 5000}\n",
+            "my.yaml:5: '9999999999999999999999999999999999999999' cannot be read as int",
+        ),
+        (HEAD + "    steps: !!int x\n", "my.yaml:5: 'x' cannot be read as int"),
+        (HEAD + "    steps: !!bool maybe\n", "my.yaml:5: 'maybe' cannot be read as bool"),
+        (HEAD + "    steps: !!float one\n", "my.yaml:5: 'one' cannot be read as float"),
+        ("a: !!timestamp 2001-01-01\n", "is a tag of YAML, and a run has none"),
+        ("recipe: a\0b\n", "my.yaml: this is no YAML"),
+        (b"\xff\xfe\x00", "my.yaml: this is no YAML"),
+        (b"recipe: \xe9\n", "my.yaml: this is no YAML"),
+        (b"\xff", "my.yaml: this is no YAML"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_line(text: str, says: str) -> None:
+def test_a_wrong_file_is_refused_with_its_line(text: bytes | str, says: str) -> None:
     with pytest.raises(ConfigError) as error:
         from_yaml(text, "my.yaml")
     assert says in str(error.value)
+
+
+def test_a_whole_number_is_decimal_whatever_it_begins_with() -> None:
+    """YAML's own reading takes 010 for 8, and 0123 for 83."""
+    text = to_yaml(apply(recipe("grpo"), ["seed=10", "rl.steps=123"]))
+    for old, new in (("seed: 10", "seed: 010"), ("steps: 123", "steps: +0123")):
+        assert old in text
+        text = text.replace(old, new)
+    run = from_yaml(text.encode("utf-16"), "x")
+    assert (run.seed, run.stage("rl").steps) == (10, 123)
+
+
+@pytest.mark.parametrize("text", ["def run():\n    raise SystemExit(3)\n", "import sys\nsys.exit()\n"])
+def test_a_run_file_that_exits_is_an_error_with_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "my_run.py").write_text(text)
+    assert main(["run", f"{tmp_path / 'my_run.py'}:run", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "SystemExit" in said and "my_run.py:" in said and "Traceback" not in said
 
 
 def test_a_large_file_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

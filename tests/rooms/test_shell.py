@@ -44,6 +44,19 @@ def _shell(line: str, folder: Path, path: str = os.defpath) -> str:
 
 
 @pytest.mark.parametrize(
+    "word", ["a\nb", "'\n'; echo $(id)", "\\\n'", "\x1b[2J\u202e", "\\'\x00 \t`x`", "plain", "a b'c"]
+)
+def test_a_word_is_one_word_on_one_line(word: str) -> None:
+    """bash reads it as text, and as the word itself where that can be printed."""
+    line = shell.command_line("show", word)
+    assert line.isprintable()
+    told = f"printf '<%s>' {line.partition(' show ')[2]}"
+    done = subprocess.run(["bash", "-c", told], capture_output=True, text=True)
+    assert done.stdout.count("<") == 1 and done.stderr == "" and "uid=" not in done.stdout
+    assert "\x00" in word or done.stdout == f"<{word}>"
+
+
+@pytest.mark.parametrize(
     ("typed", "path", "printed"),
     [
         (".venv/bin/posttrain", os.defpath, ".venv/bin/posttrain"),
@@ -58,8 +71,9 @@ def test_the_welcome_names_commands_that_run(installed: Path, typed: str, path: 
     words = {"bin": str(installed / ".venv" / "bin")}
     typed, path = typed.format(**words), path.format(**words)
     said = _shell(typed, installed, path)
-    assert f"  {printed} run ladder " in said, said
-    command = next(line for line in said.splitlines() if "all commands" in line)
+    lines = [line.partition("#")[0].strip() for line in said.splitlines()]
+    assert f"{printed} run ladder" in lines, said
+    command = next(line for line in lines if line.endswith("posttrain --help"))
     assert "usage: posttrain" in _shell(command, installed, path)
 
 
@@ -67,14 +81,14 @@ def test_from_another_folder_the_whole_path_is_printed(installed: Path, tmp_path
     script = installed / ".venv" / "bin" / "posttrain"
     other = tmp_path / "other"
     other.mkdir()
-    assert f"  {script} run ladder " in _shell(str(script), other)
+    assert f"  {script} run ladder" in _shell(str(script), other)
 
 
 def test_a_program_of_the_same_name_elsewhere_is_not_taken(installed: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     shutil.copy(installed / ".venv/bin/posttrain", other / "posttrain")
-    assert "  .venv/bin/posttrain run ladder " in _shell(".venv/bin/posttrain", installed, f"{other}:{os.defpath}")
+    assert "  .venv/bin/posttrain run ladder" in _shell(".venv/bin/posttrain", installed, f"{other}:{os.defpath}")
 
 
 def test_words_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,18 +6,22 @@ import json
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.api.extend import changes, check_changes
 from posttrain.core import algorithm as A
 from posttrain.core.algorithm import patch
+from posttrain.core.asks import values
+from posttrain.core.engines import VLLM
 from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import DAPO, GRPO, LADDER
-from posttrain.core.pieces.baseline import StepMean
+from posttrain.core.pieces.baseline import Others, SecondBest, StepMean
 from posttrain.core.pieces.pull import SequenceL2
 from posttrain.core.pieces.shape import DropTruncated, Overlong, Signed
 from posttrain.core.pieces.token import EntropyBonus
@@ -25,8 +29,34 @@ from posttrain.core.pieces.trust import Clip
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.tree import from_plain, to_plain
+from posttrain.diagnose.compared import settings_of
+from posttrain.recipe.recipes import recipe
 
 text = st.text(max_size=12)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "differ"),
+    [
+        (
+            patch(GRPO, "x", "me", baseline=SecondBest()),
+            patch(GRPO, "x", "me", baseline=Others()),
+            "rl.algorithm.baseline",
+        ),
+        (replace(GRPO, shape=(Signed(),)), replace(GRPO, shape=(DropTruncated(),)), "rl.algorithm.shape.0"),
+    ],
+)
+def test_pieces_without_numbers_are_told_apart(one: A.Algorithm, other: A.Algorithm, differ: str) -> None:
+    """By what compares runs, and by what refuses another algorithm in a run that goes on."""
+    base = recipe("grpo")
+    a, b = (replace(base, stages=(replace(base.stages[0], algorithm=x),)) for x in (one, other))
+    assert differ in {c.path for c in changes(a, b)} and changes(a, a) == ()
+    assert settings_of(a)[differ] != settings_of(b)[differ]
+    with pytest.raises(ConfigError, match="cannot change in a run that goes on"):
+        check_changes(Path("runs/x"), a, b)
+    assert values(replace(base, engine=VLLM()))["engine"][1] == "VLLM"
+
+
 positive = st.floats(1e-6, 1e6)
 
 

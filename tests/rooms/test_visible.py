@@ -374,6 +374,9 @@ def test_the_banner_and_the_log_of_a_server_are_text(
     for line in banner(served, "http://127.0.0.1:1/v1", "127.0.0.1", facts):
         tell(line)
     clean(capsys.readouterr().out)
+    named = "\n".join(banner(served, "http://127.0.0.1:1/v1", "127.0.0.1", facts, "MY_TOKEN"))
+    assert "t" * 24 not in named and "token: the value of MY_TOKEN" in named
+    assert '-H "Authorization: Bearer $MY_TOKEN"' in named
 
 
 # --- what others print ------------------------------------------------------------------------------------------------

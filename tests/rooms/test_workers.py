@@ -20,11 +20,13 @@ from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
 from posttrain.core.redact import redacted
+from posttrain.core.request import StepNumber
 from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.make import environment
 from posttrain.verifier.configured import sources
+from posttrain.verifier.source import BatchSource
 from posttrain.verifier.workers.process import scrubbed
 
 FUNCTIONS = """
@@ -70,6 +72,13 @@ def never(task, text):
 
 async def later(prompts, completions, **columns):
     return [float(completions[0] == columns["answer"][0])]
+
+def longest(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
+    if "die" in completions:
+        os._exit(3)
+    log_metric("answers", len(completions))
+    log_extra("size", [len(c) for c in completions])
+    return [float(len(c) == max(map(len, completions))) * trainer_state.global_step for c in completions]
 
 def brittle(task, text):
     if os.path.exists(task.info["broken"]):
@@ -216,6 +225,25 @@ def test_two_hundred_at_once_with_hangs_and_crashes_among_them(rewards: Path) ->
     assert source.pool.gauges() == {} and len(pids) == 4
     source.close()
     assert gone(*pids)
+
+
+def test_a_batch_reward_gets_all_answers_in_one_call(rewards: Path) -> None:
+    """As in a thread: the same verdicts, steps and logged numbers. Where the call fails, nobody is worth nothing."""
+    source, thread = made(rewards, "longest"), made(rewards, "longest", workers=0)
+
+    def together(of: Any, *texts: str) -> Any:
+        return asyncio.run(of.batch([said(t) for t in texts], StepNumber(2, 8)))
+
+    assert isinstance(source, BatchSource) and source.batched
+    judged, logged = together(source, "12", "123", "1", "999")
+    assert (judged, logged) == together(thread, "12", "123", "1", "999")
+    assert [j.verdict.score for j in judged] == [0, 2, 0, 2] and logged["metric/answers"].sum == 4.0
+    assert judged[1].verdict.why == "size: 3" and source.pool.gauges()["verifier/longest/work_s"].count == 1
+    judged, logged = together(source, "12", "die")
+    assert [(j.verdict.state, j.verdict.kind) for j in judged] == [(State.FAILED, "crash")] * 2 and logged == {}
+    assert "one call for 2 answers" in judged[0].verdict.why
+    assert together(source, "12")[0][0].verdict.score == 2.0
+    source.close()
 
 
 def test_secrets_reach_neither_worker_nor_record(judge: Any, monkeypatch: pytest.MonkeyPatch, rewards: Path) -> None:

@@ -21,12 +21,14 @@ def add(sub: Subparsers) -> None:
 
 
 def faults(o: Namespace) -> int:
+    from posttrain.cli.fold import hanging, screen_width
     from posttrain.faults import FAULTS, find
 
     if o.name is None:
         width = max(map(len, FAULTS))
         for f in FAULTS.values():
-            tell(f"{f.name:<{width}}  {f.what}")
+            for line in hanging(f"{f.name:<{width}}  ", f.what, screen_width()):
+                tell(line)
         return 0
     f = find(o.name)
     rows = (("what", f.what), ("harm", f.harm), ("from", f.source), ("replaces", f.seam))
@@ -34,7 +36,8 @@ def faults(o: Namespace) -> int:
         *rows,
         ("to see it", command_line("run", "arithmetic", *f.shows, f"fault={f.name}", "--allow-fault")),
     ):
-        tell(f"{name:<10} {text}")
+        for line in [f"{name:<10} {text}"] if name == "to see it" else hanging(f"{name:<10} ", text, screen_width()):
+            tell(line)
     if f.needs:
         tell(f"{'needs':<10} {f.needs}")
     return 0

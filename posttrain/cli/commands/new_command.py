@@ -15,9 +15,9 @@ def add(sub: Subparsers) -> None:
         "new",
         new,
         "write a working environment or reward function to change, and its test",
-        "posttrain new env sort_letters              an environment: one question, one answer\n"
-        "  posttrain new env stock_room --tools        an environment with tools and several turns\n"
-        "  posttrain new reward close_enough           a reward function, and rows to try it on",
+        "posttrain new env sort_letters        # one question, one answer\n"
+        "  posttrain new env stock_room --tools  # tools and several turns\n"
+        "  posttrain new reward close_enough     # a reward, and rows to try it on",
     )
     p.add_argument("what", choices=("env", "reward"), help="what to write")
     p.add_argument(
@@ -37,11 +37,13 @@ def new(o: Namespace) -> int:
         if o.tools:
             raise ConfigError("--tools belongs to an environment: posttrain new env NAME --tools")
         reward, test, rows = new_reward(o.name, o.folder)
-        tell(f"wrote {reward}, {test} and {rows}: a working reward function to change. What next:")
+        tell(f"wrote {reward}, {test} and {rows}: a working reward function to change")
+        tell("what next:")
         steps = reward_steps(reward, test, rows, o.name)
     else:
         env, test = new_env(o.name, o.folder, o.tools)
-        tell(f"wrote {env} and {test}: a working environment to change. What next:")
+        tell(f"wrote {env} and {test}: a working environment to change")
+        tell("what next:")
         steps = next_steps(env, test, class_name(o.name), o.tools)
     for line in steps:
         tell(f"  {line}")

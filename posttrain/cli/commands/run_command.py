@@ -59,7 +59,7 @@ def add(sub: Subparsers) -> None:
         metavar="NAME",
         help="this text; after a recipe's name its main settings, and with NAME those of a group, one setting, or all",
     )
-    p.usage = "posttrain run [RECIPE] [key=value ...] [--out FOLDER] | posttrain run --resume RUN [key=value ...]"
+    p.usage = "posttrain run [RECIPE] [key=value ...] [--out FOLDER]\n       posttrain run --resume RUN [key=value ...]"
     p.set_defaults(text=p.format_help)
 
 
@@ -93,11 +93,14 @@ def _written(o: Namespace, request: RunRequest) -> str:
     first = ["# checked, and not started. Save it as FILE.yaml, and posttrain run FILE.yaml runs it"]
     first += [f"# {line}" for line in request.notes]
     recipe = run_of(o.recipe) if o.recipe and is_recipe(o.recipe) else None
-    return "\n".join([*first, to_yaml(request.run, recipe, request.recorded.get("chosen"))]).rstrip()
+    return "\n".join(
+        [*first, to_yaml(request.run, recipe, request.recorded.get("chosen"), request.objects.algorithms)]
+    ).rstrip()
 
 
 def _help(o: Namespace) -> str:
     """The text of the command, with the recipes, or the settings of one."""
+    from posttrain.cli.settings_help import width
     from posttrain.recipe.recipes import RECIPES, listed
 
     recipe, topic, overrides = o.recipe, o.help, list(o.overrides)
@@ -106,10 +109,10 @@ def _help(o: Namespace) -> str:
     if "=" in topic:
         overrides, topic = [*overrides, topic], ""
     if recipe is None:
-        return f"{o.text()}\n{listed()}"
+        return f"{o.text()}\n{listed(width())}"
     from posttrain.api.overrides import apply
     from posttrain.api.run_file import run_of
-    from posttrain.cli.settings_help import settings_text, width
+    from posttrain.cli.settings_help import settings_text
 
     said = settings_text(apply(run_of(recipe), overrides), topic, width())
     return said if topic else f"{said}\nposttrain run --help: the options of the command"

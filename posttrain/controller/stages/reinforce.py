@@ -53,7 +53,9 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
     ) -> tuple[Callable[[int], Awaitable[Experience]], Callable[[Experience], Awaitable[Step]]]:
         parts, stage = self.parts, self.stage
         self.roles = self._roles(self._reference(checkpoint))
-        parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {batch_algebra(stage)}")
+        played, _, learned = batch_algebra(stage).partition(" -> ")
+        parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {played}")
+        parts.say(f"  -> {learned}")
         if stage.algorithm.curriculum is not None and self.roles.prompts.curriculum is None:
             parts.say(
                 f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has"

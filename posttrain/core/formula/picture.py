@@ -1,4 +1,4 @@
-"""The ladder drawn as a tree, in text of 100 columns."""
+"""The ladder drawn as a tree, in text of 100 columns or fewer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> 
     yield line.rstrip()
 
 
-def picture() -> list[str]:
-    """All algorithms, each under the one it patches, with its source and what it changes there."""
+def picture(width: int = WIDTH) -> list[str]:
+    """All algorithms, each under the one it patches, with its source and what it changes there. In fewer than `WIDTH`
+    columns the sources are left out, so that the changes have room."""
+    source = 15 if width >= WIDTH else 0
     children: dict[str, list[Algorithm]] = {}
     for a in LADDER.values():
         children.setdefault(a.parent.name if a.parent else "", []).append(a)
@@ -36,8 +38,8 @@ def picture() -> list[str]:
 
     def draw(a: Algorithm, lead: str, below: str) -> Iterator[str]:
         mine = children.get(a.name, [])
-        start = f"{lead + a.name:<{wide}}  {a.paper:<13}  "
-        yield from wrapped(start, patches(a), f"{below + ('│' if mine else ''):<{wide + 17}}")
+        start = f"{lead + a.name:<{wide}}  " + (f"{a.paper:<13}  " if source else "")
+        yield from wrapped(start, patches(a), f"{below + ('│' if mine else ''):<{wide + 2 + source}}", width)
         for i, child in enumerate(mine):
             last = i == len(mine) - 1
             yield from draw(child, below + ("└── " if last else "├── "), below + ("    " if last else "│   "))

@@ -10,12 +10,18 @@ import dataclasses
 import typing
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, cast
 
 from posttrain.core import tree
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.core.open import is_open
+
+MOST = 100
+"""Most fields of a piece whose class this program does not have."""
+LONGEST = 80
+"""Most characters of the name of such a piece or of a field of it."""
 
 
 def known_pieces() -> set[str]:
@@ -42,15 +48,15 @@ def read_without(run: Any, names: Collection[str]) -> Generator[None]:
     Raises:
         RunFolderError: what is recorded of one cannot be a piece.
     """
-    made: list[type[Any]] = []
+    made: dict[tuple[type[Any], str], type[Any]] = {}
     try:
         for base, data in _recorded(run) if names else ():
             name = str(data.get(tree.TAG))
-            if name in names and name not in {c.__name__ for c in made}:
-                made.append(_stand_in(base, name, data))
+            if name in names and (base, name) not in made:
+                made[base, name] = _offered(base, name, tuple(f for f in data if f != tree.TAG))
         yield
     finally:
-        for one in made:
+        for one in made.values():
             one.withdraw()
 
 
@@ -69,23 +75,43 @@ def _recorded(run: Any) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
             a = plain.get("parent")
 
 
-def _stand_in(base: type[Any], name: str, data: Mapping[str, Any]) -> type[Any]:
-    """A class with the recorded fields and no mathematics."""
-    names = [f for f in data if f != tree.TAG]
-    for f in names:
-        if f.startswith("__") or f == "absent" or callable(getattr(base, f, None)):
-            raise RunFolderError(f"the piece {name!r:.80} is damaged: it has a field {f!r:.80}")
+def _offered(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
+    """The stand-in of a piece as an alternative of its choice."""
+    try:
+        one = _stand_in(base, name, fields)
+        one.offer()
+        return one
+    except (ConfigError, TypeError, ValueError) as error:
+        raise RunFolderError(f"the piece {name!r:.80} is damaged: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
+    """A class with the recorded fields and no mathematics, in no choice yet. The same record gives the same class, so
+    that the pieces of two readings can be equal."""
+    if len(name) > LONGEST or len(fields) > MOST:
+        raise ConfigError(
+            f"it has {len(fields)} fields and a name of {len(name)} letters; the most are {MOST}, {LONGEST}"
+        )
+    for f in fields:
+        if f.startswith("__") or len(f) > LONGEST or f == "absent" or callable(getattr(base, f, None)):
+            raise ConfigError(f"it has a field {f!r:.80}")
 
     def words(self: Any) -> str:
-        return f"{name}({', '.join(f'{f}={getattr(self, f)!r}' for f in names)}), of a file of its own"
+        numbers = ", ".join(f"{f}={_short(getattr(self, f))}" for f in fields)
+        return f"{name}{f'({numbers})' if numbers else ''}, of a file that was not imported"
 
     def nothing(self: Any, *given: Any, **named: Any) -> Any:
         raise InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
 
     methods: dict[str, Any] = dict.fromkeys(base.__abstractmethods__, nothing)
     space = {**methods, "words": words, "absent": True, "__module__": __name__}
-    fields = [(f, Any) for f in names]
-    try:
-        return dataclasses.make_dataclass(name, fields, bases=(base,), namespace=space, frozen=True, kw_only=True)
-    except (ConfigError, TypeError, ValueError) as error:
-        raise RunFolderError(f"the piece {name!r:.80} is damaged: {error}") from error
+    typed = [(f, Any) for f in fields]
+    made: Any = dataclasses.make_dataclass(name, typed, bases=(base,), namespace=space, frozen=True, kw_only=True)
+    made.withdraw()  # defining a class offers it
+    return made
+
+
+def _short(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -31,7 +31,9 @@ class Arithmetic(SingleTurn):
     """
 
     min_terms: int = 2
+    """Fewest terms of a sum."""
     max_terms: int = 4
+    """Most terms of a sum, up to 32."""
     max_operand: int = 9
     """Largest term; the smallest is 0. 9 is one digit, 99 two."""
     ops: str = "+"

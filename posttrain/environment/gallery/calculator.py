@@ -33,6 +33,7 @@ class CalculatorEnv(GeneratedTasks):
     """
 
     max_operand: int = 99
+    """Largest operand of a question; the smallest is 0."""
     ops: str = "*"
     """The operators of the questions: one or more of + - *."""
     turns: int = 2

@@ -31,7 +31,9 @@ class Countdown(GeneratedTasks):
     numbers: int = 4
     """How many numbers are given."""
     max_number: int = 9
+    """Largest of the given numbers; the smallest is 1."""
     max_target: int = 99
+    """Largest target."""
     ops: str = "+-*/"
     """The operators of the hidden solution. The policy may use any."""
 

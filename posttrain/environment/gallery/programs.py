@@ -39,7 +39,9 @@ class Programs(GeneratedTasks):
     """
 
     min_steps: int = 2
+    """Fewest steps that a program has to do."""
     max_steps: int = 3
+    """Most steps, up to 8."""
     max_operand: int = 9
     """The largest operand of a step. The smallest is 1, and 2 for `*`."""
     workers: int = 1

@@ -16,7 +16,7 @@ from posttrain.core.redact import redacted
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.verifier.math.grade import Gold, Grade, gold_of, grade
-from posttrain.verifier.workers.pool import WorkerPool
+from posttrain.verifier.workers.pool import WorkerAnswer, WorkerPool
 from posttrain.verifier.workers.process import Spec
 
 SECONDS = 2.0
@@ -45,7 +45,7 @@ class MathSource:
         if isinstance(settled, Verdict):
             return Judged(self.name, self.weight, settled)
         try:
-            verdict = await asyncio.wrap_future(self._ask(settled, attempt.text))
+            verdict = (await asyncio.wrap_future(self._ask(settled, attempt.text))).one
         except RuntimeError as error:
             verdict = Verdict.failed("worker", str(error))
         return Judged(self.name, self.weight, redacted(verdict))
@@ -53,7 +53,7 @@ class MathSource:
     def verdict(self, task: Task, text: str) -> Verdict:
         """The verdict, for scripts without an event loop. It blocks."""
         settled = self._here(task, text)
-        return settled if isinstance(settled, Verdict) else self._ask(settled, text).result()
+        return settled if isinstance(settled, Verdict) else self._ask(settled, text).result().one
 
     def _here(self, task: Task, text: str) -> Verdict | Gold:
         """The verdict if our own rules give one, else the gold answer."""
@@ -65,7 +65,7 @@ class MathSource:
         graded: Grade | None = grade(gold, text)
         return gold if graded is None else graded.verdict
 
-    def _ask(self, gold: Gold, text: str | None) -> Future[Verdict]:
+    def _ask(self, gold: Gold, text: str | None) -> Future[WorkerAnswer]:
         return self.pool.submit((gold.raw, text))
 
     def check(self, tasks: Sequence[Task]) -> None:
@@ -76,7 +76,7 @@ class MathSource:
             DataError: an answer cannot be read; names the first few tasks and what is wrong with each.
         """
         bad: list[tuple[Task, str]] = []
-        doubtful: dict[str, tuple[Task, Future[Verdict]]] = {}
+        doubtful: dict[str, tuple[Task, Future[WorkerAnswer]]] = {}
         for task in tasks:
             if task.answer is None:
                 raise ConfigError(
@@ -88,7 +88,7 @@ class MathSource:
             elif not gold.certain and gold.raw not in doubtful:
                 doubtful[gold.raw] = (task, self._ask(gold, None))
         for task, future in doubtful.values():
-            verdict = future.result()
+            verdict = future.result().one
             if verdict.kind == "worker":
                 raise ConfigError(f"reward {self.name!r} cannot start its algebra: {verdict.why}")
             if verdict.state is State.FAILED or verdict.score != 1.0:

@@ -7,17 +7,21 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt
 from posttrain.core.redact import redacted
+from posttrain.core.request import StepNumber
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.verifier import batches
 from posttrain.verifier.functions import FunctionSource, source
 from posttrain.verifier.user_code import load, where
-from posttrain.verifier.workers.pool import WorkerPool, reply_of
+from posttrain.verifier.workers.pool import WorkerAnswer, WorkerPool, reply_of, reply_of_all
 from posttrain.verifier.workers.process import Spec
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,32 @@ class PooledSource:
     def weight(self) -> float:
         return self.local.weight
 
+    @property
+    def batched(self) -> bool:
+        """Whether it judges all answers to a prompt in one call."""
+        return self.local.batched
+
     async def __call__(self, attempt: Attempt) -> Judged:
         try:
-            verdict = await self.pool.ask((attempt.task, attempt.turns, attempt.stop, attempt.state, attempt.ids))
+            verdict = await self.pool.ask(([_sent(attempt)], None))
         except Exception as error:  # a column that cannot be pickled, a pool that was closed
             verdict = Verdict.failed("worker", f"{type(error).__name__}: {error}")
+        return self._judged(verdict)
+
+    async def batch(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[Judged], Gauges]:
+        """One verdict for each attempt, from one call in one worker. Where the call fails, all of them failed: it is
+        not known which answer made it fail."""
+        try:
+            answer = await self.pool.ask_all(([_sent(a) for a in attempts], (at.step, at.steps)))
+        except Exception as error:
+            answer = WorkerAnswer((Verdict.failed("worker", f"{type(error).__name__}: {error}"),))
+        found = list(answer.verdicts)
+        if len(found) != len(attempts):
+            why = f"{found[0].why} (one call for {len(attempts)} answers)"
+            found = [Verdict.failed(found[0].kind or "worker", why)] * len(attempts)
+        return [self._judged(v) for v in found], dict(answer.logged)
+
+    def _judged(self, verdict: Verdict) -> Judged:
         return Judged(self.name, self.weight, redacted(verdict), resolution=self.local.resolution)
 
     def check(self, tasks: Sequence[Task]) -> None:
@@ -63,25 +88,44 @@ def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, time
 
 
 def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
-    """Runs in the worker: the function of `path.py:name` as a handler of (task, turns, stop, state,
-    ids)."""
+    """Runs in the worker: the function of `path.py:name` as a handler of (attempts, step and steps). Without the latter
+    there is one attempt."""
     path, _, attribute = argument.rpartition(":")
     judge = source(load(Path(path), attribute))
 
     def answer(request: Any) -> dict[str, Any]:
-        task, turns, stop, state, ids = request
-        return reply_of(_verdict(judge, Attempt(task=task, turns=turns, stop=stop, state=state, ids=ids)))
+        sent, at = request
+        attempts = [Attempt(task=a, turns=b, stop=c, state=d, ids=e) for a, b, c, d, e in sent]
+        return reply_of(_verdict(judge, attempts[0])) if at is None else _together(judge, attempts, StepNumber(*at))
 
     return answer
 
 
+def _sent(a: Attempt) -> tuple[Any, ...]:
+    """What the worker gets of an attempt."""
+    return (a.task, a.turns, a.stop, a.state, a.ids)
+
+
 def _verdict(judge: FunctionSource, attempt: Attempt) -> Verdict:
-    """Runs in the main thread of the worker. SystemExit is handled like other exceptions. MemoryError is raised to the
-    caller."""
+    """Runs in the main thread of the worker."""
     args, kwargs = judge.arguments(attempt)
+    return _called(judge, args, kwargs, judge.read)
+
+
+def _together(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNumber) -> dict[str, Any]:
+    """Runs in the main thread of the worker: one call for all attempts."""
+    log, count = batches.Log(len(attempts)), len(attempts)
+    kwargs = batches.keywords(judge.function, attempts, at, log)
+    found = _called(judge, (), kwargs, lambda returned: log.all_written(batches.verdicts(returned, count)))
+    return reply_of_all([found] * count if isinstance(found, Verdict) else found, log.gauges)
+
+
+def _called(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any], T]) -> T | Verdict:
+    """What the function returns, read; a failed verdict where it raises. SystemExit is handled like other exceptions.
+    MemoryError is raised to the caller."""
     try:
         returned = judge.function(*args, **kwargs)
-        return judge.read(asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned)
+        return read(asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned)
     except (MemoryError, KeyboardInterrupt):
         raise
     except BaseException as error:

@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,10 +37,31 @@ KINDS = {"cpu": "timeout", "wall": "timeout", "memory": "memory", "crash": "cras
 """How a worker ended -> the kind of verdict."""
 
 
+@dataclass(frozen=True)
+class WorkerAnswer:
+    """The answer to a request: a verdict on each attempt that it holds, and what the function logged.
+
+    Where the worker did not answer there is one verdict, whatever the request holds.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    logged: Gauges = field(default_factory=dict[str, Gauge])
+
+    @property
+    def one(self) -> Verdict:
+        """The verdict on a request's only attempt."""
+        return self.verdicts[0]
+
+    @property
+    def failed(self) -> Verdict | None:
+        """The first verdict that failed."""
+        return next((v for v in self.verdicts if v.state is State.FAILED), None)
+
+
 @dataclass
 class _Call:
     request: bytes
-    future: Future[Verdict]
+    future: Future[WorkerAnswer]
     asked: float
 
 
@@ -78,7 +100,7 @@ class _PoolState:
             self.calls.clear()
             self.lock.notify_all()
         for call in waiting:
-            _settle(call.future, Verdict.failed("worker", "the pool was closed"))
+            _settle(call.future, _failed("worker", "the pool was closed"))
         for worker in running:
             worker.end()
 
@@ -95,8 +117,8 @@ class WorkerPool:
         self._shared = _PoolState(spec, size, witness=None if witness is None else packed(witness))
         self._finalizer = weakref.finalize(self, _PoolState.close, self._shared)
 
-    def submit(self, request: Any) -> Future[Verdict]:
-        """A future of the verdict. Raises here if the request cannot be pickled."""
+    def submit(self, request: Any) -> Future[WorkerAnswer]:
+        """A future of the answer. Raises here if the request cannot be pickled."""
         call = _Call(packed(request), Future(), time.monotonic())
         s = self._shared
         with s.lock:
@@ -113,7 +135,12 @@ class WorkerPool:
         return call.future
 
     async def ask(self, request: Any) -> Verdict:
-        """The verdict, without blocking the event loop. A request that is cancelled while it waits is never run."""
+        """The verdict on the one attempt of a request, without blocking the event loop. A request that is cancelled
+        while it waits is never run."""
+        return (await self.ask_all(request)).one
+
+    async def ask_all(self, request: Any) -> WorkerAnswer:
+        """The same for a request that holds several attempts."""
         return await asyncio.wrap_future(self.submit(request))
 
     def gauges(self) -> Gauges:
@@ -144,12 +171,13 @@ def _serve(s: _PoolState) -> None:
             began = time.monotonic()
             s.count("wait_s", began - call.asked)
             try:
-                verdict = _verdict(s, held, call.request)
+                answer = _answer(s, held, call.request)
             except BaseException as error:  # otherwise this call would never be answered
-                verdict = Verdict.failed("worker", f"{type(error).__name__}: {error}")
+                answer = _failed("worker", f"{type(error).__name__}: {error}")
             s.count("work_s", time.monotonic() - began)
-            s.count(f"kind/{verdict.kind or 'answered'}", time.monotonic() - began)
-            _settle(call.future, verdict)
+            kind = (answer.failed or answer.one).kind
+            s.count(f"kind/{kind or 'answered'}", time.monotonic() - began)
+            _settle(call.future, answer)
     finally:
         while held:
             _drop(s, held)
@@ -165,7 +193,11 @@ def _next(s: _PoolState) -> _Call | None:
         return None if s.closed else s.calls.popleft()
 
 
-def _verdict(s: _PoolState, held: list[WorkerProcess], request: bytes) -> Verdict:
+def _failed(kind: str, why: str) -> WorkerAnswer:
+    return WorkerAnswer((Verdict.failed(kind, why),))
+
+
+def _answer(s: _PoolState, held: list[WorkerProcess], request: bytes) -> WorkerAnswer:
     """Ask, ask again if that can help, and decide who is to blame for a missing answer."""
     try:
         return _ask(s, held, request)
@@ -177,33 +209,33 @@ def _verdict(s: _PoolState, held: list[WorkerProcess], request: bytes) -> Verdic
         except WorkerError as error:
             fault = error
     if s.closed:
-        return Verdict.failed("worker", "the pool was closed")
+        return _failed("worker", "the pool was closed")
     kind = KINDS[fault.kind]
     if fault.kind in ("start", "wall"):
-        return Verdict.failed(kind, fault.why)
+        return _failed(kind, fault.why)
     if s.witness is None:
-        return Verdict.failed(kind, f"{fault.why}, and the verifier has not answered anything yet")
+        return _failed(kind, f"{fault.why}, and the verifier has not answered anything yet")
     try:
-        if _ask(s, held, s.witness).state is not State.FAILED:
-            return Verdict.value(0.0, kind, fault.why)
+        if _ask(s, held, s.witness).failed is None:
+            return WorkerAnswer((Verdict.value(0.0, kind, fault.why),))
     except WorkerError:
         pass
-    return Verdict.failed(kind, f"{fault.why}, and the verifier no longer answers what it answered before")
+    return _failed(kind, f"{fault.why}, and the verifier no longer answers what it answered before")
 
 
-def _ask(s: _PoolState, held: list[WorkerProcess], request: bytes) -> Verdict:
+def _ask(s: _PoolState, held: list[WorkerProcess], request: bytes) -> WorkerAnswer:
     """One request to this thread's worker. The worker is started if there is none, and dropped if it has ended."""
     if not held:
         _start(s, held)
     try:
-        verdict = _understood(held[0].ask(request))
+        answer = _understood(held[0].ask(request))
     except BaseException:
         if not held[0].usable:
             _drop(s, held)
         raise
-    if verdict.state is not State.FAILED:
+    if answer.failed is None:
         s.witness = request
-    return verdict
+    return answer
 
 
 def _start(s: _PoolState, held: list[WorkerProcess]) -> None:
@@ -236,12 +268,18 @@ def _drop(s: _PoolState, held: list[WorkerProcess]) -> None:
         s.workers.discard(worker)
 
 
-def _understood(reply: dict[str, Any]) -> Verdict:
-    """A worker's reply as a verdict; `failed` if the reply is not a verdict."""
+def _understood(reply: dict[str, Any]) -> WorkerAnswer:
+    """A worker's reply; `failed` if it is no verdict and no list of verdicts."""
     try:
-        return Verdict(State(reply["state"]), reply["score"], str(reply["kind"]), str(reply["why"]))
+        several = [_verdict(one) for one in reply.get("several", [reply])]
+        logged = {str(name): Gauge(float(total), float(n)) for name, (total, n) in reply.get("logged", {}).items()}
+        return WorkerAnswer((several[0], *several[1:]), logged)
     except Exception as error:
-        return Verdict.failed("worker", f"the worker's reply is no verdict ({type(error).__name__}: {error})")
+        return _failed("worker", f"the worker's reply is no verdict ({type(error).__name__}: {error})")
+
+
+def _verdict(reply: dict[str, Any]) -> Verdict:
+    return Verdict(State(reply["state"]), reply["score"], str(reply["kind"]), str(reply["why"]))
 
 
 def reply_of(verdict: Verdict) -> dict[str, Any]:
@@ -249,6 +287,12 @@ def reply_of(verdict: Verdict) -> dict[str, Any]:
     return {"state": verdict.state.value, "score": verdict.score, "kind": verdict.kind, "why": verdict.why}
 
 
-def _settle(future: Future[Verdict], verdict: Verdict) -> None:
+def reply_of_all(verdicts: Sequence[Verdict], logged: Gauges) -> dict[str, Any]:
+    """The verdicts on all attempts of a request in that form, with what the function logged."""
+    gauges = {name: [g.sum, g.count] for name, g in logged.items()}
+    return {"several": [reply_of(v) for v in verdicts], "logged": gauges}
+
+
+def _settle(future: Future[WorkerAnswer], answer: WorkerAnswer) -> None:
     with contextlib.suppress(Exception):  # cancelled meanwhile
-        future.set_result(verdict)
+        future.set_result(answer)
