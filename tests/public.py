@@ -81,6 +81,13 @@ PUBLIC = {
     "posttrain.engine.kernels": "Kernel",
     "posttrain.algorithm.losses": "Loss Reads PolicyLoss Likelihood",
     "posttrain.algorithm.objective": "Terms",
+    # where the mathematics of an own piece is registered
+    "posttrain.algorithm.baseline": "centred",
+    "posttrain.algorithm.choose": "choose",
+    "posttrain.algorithm.correction": "factor",
+    "posttrain.algorithm.pull": "pull_term",
+    "posttrain.algorithm.shape": "shape",
+    "posttrain.algorithm.trust": "pushed Push TrustInputs",
     "posttrain.controller.stages.driver": "Driver",
     "posttrain.controller.stages.progress": "StageState StageResult",
     "posttrain.role.rollout": "Rollout",

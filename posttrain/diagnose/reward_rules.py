@@ -169,9 +169,9 @@ def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
         return ""
     if collapse(history, stage):
         return ""
-    how = "falls" if seen.sure < -3 else "is flat"
+    what = "the reward falls" if seen.sure < -3 else "the reward is flat"
     return (
-        f"the reward {how}: {seen.before:.3g} to {seen.after:.3g} (+- {2 * seen.error:.2g}) in {seen.steps} steps."
+        f"{what}: {seen.before:.3g} to {seen.after:.3g} (+- {2 * seen.error:.2g}) in {seen.steps} steps."
         f" Likely causes, in order: {'; '.join(f'{i}. {c}' for i, c in enumerate(causes(history, stage), 1))}"
     )
 

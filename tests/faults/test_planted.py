@@ -87,9 +87,10 @@ def test_a_planted_fault_is_said_aloud_and_written_down(
 
 def test_faults_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["faults"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(FAULTS)
+    said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert [line.split()[0] for line in said] == list(FAULTS)
     assert main(["faults", "std_ddof"]) == 0
-    assert find("std_ddof").harm in capsys.readouterr().out
+    assert find("std_ddof").harm in " ".join(capsys.readouterr().out.split())
     assert main(["faults", "std_dof"]) == 2
 
 

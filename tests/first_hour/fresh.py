@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -45,6 +46,7 @@ def environment(made: Path, folder: Path, constraints: Path, say=print) -> Path:
         return folder
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
-    subprocess.run([*pip, "--constraint", str(constraints), f"{made}[{','.join(EXTRAS)}]"], check=True)
+    outside = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # pip counts what lies there as installed
+    subprocess.run([*pip, "--constraint", str(constraints), f"{made}[{','.join(EXTRAS)}]"], check=True, env=outside)
     say(f"fresh environment with posttrain[{','.join(EXTRAS)}]: {time.monotonic() - begun:.0f} s")
     return folder

@@ -460,9 +460,12 @@ async def test_leaving_ends_what_is_running(model: Path) -> None:
         assert not u.engine._scheduler.busy
 
 
-async def test_the_program_on_the_page_runs(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_program_on_the_page_runs(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", TOKEN)
     page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
-    program = page.split("```python\n")[1].split("```")[0]
+    program = page.split("```python\n")[1].split("```")[0].replace('"my-model"', '"tiny"')
     async with up(model) as u:
-        await asyncio.to_thread(exec, program, {"url": u.url, "token": TOKEN})
+        await asyncio.to_thread(exec, program.replace("http://127.0.0.1:8000", u.url.removesuffix("/v1")), {})
     assert len(capsys.readouterr().out.splitlines()[0]) > 10
