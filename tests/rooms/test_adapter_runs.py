@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,25 +20,25 @@ from posttrain.engine.saved_adapter import saved_adapter
 from tests.rooms.engine_parts import packed, tiny
 
 SMALL = (
-    *("rl.prompts=2", "rl.siblings=4", "rl.sampling.max_tokens=6", "evaluation.samples=1", "env.heldout=4"),
+    *("rl.prompts=2", "rl.siblings=4", "rl.sampling.max_tokens=6", "evaluation.samples=1", "env.heldout=2"),
     *("rl.eval_every=0", "rl.checkpoint_every=2", "slots=8", "threads=1", "rl.optimizer.lr=0.01"),
 )
 LORA = ("model.lora.rank=4", "model.lora.alpha=8")
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reward(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A reward that random answers already earn now and then."""
+    file = tmp_path_factory.mktemp("mine") / "mine.py"
+    file.write_text("def odd(task, text):\n    return float(sum(map(ord, text)) % 2)\n")
+    return f"env.rewards={file}:odd"
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory, reward: str) -> Path:
     """A finished run of all weights."""
     out = tmp_path_factory.mktemp("runs") / "full"
-    posttrain.run(
-        "arithmetic",
-        "rl=none",
-        "sft.steps=3",
-        "sft.batch=4",
-        *("evaluation.samples=1", "env.heldout=4"),
-        out=out,
-        quiet=True,
-    )
+    posttrain.run("grpo", "rl.steps=1", *SMALL, reward, out=out, quiet=True)
     return out
 
 
@@ -47,11 +48,17 @@ def model(full: Path) -> Path:
     return Path(posttrain.export(full, full.parent / "model"))
 
 
-def trained(model: Path, out: Path, steps: int, *more: str) -> Path:
-    posttrain.run(
-        "arithmetic", f"model={model}", "sft=none", f"rl.steps={steps}", *SMALL, *LORA, *more, out=out, quiet=True
-    )
-    return out
+Train = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def train(reward: str) -> Train:
+    def trained(model: Path, out: Path, steps: int, *more: str, lora: Sequence[str] = LORA) -> Path:
+        settings = (f"model={model}", f"rl.steps={steps}", *SMALL, *lora, reward, *more)
+        posttrain.run("grpo", *settings, out=out, quiet=True)
+        return out
+
+    return trained
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -64,16 +71,16 @@ def same(one: Path, two: Path) -> bool:
 
 
 @pytest.mark.prove
-def test_a_run_goes_on_bit_for_bit(model: Path, tmp_path: Path) -> None:
-    straight, cut = trained(model, tmp_path / "a", 4), trained(model, tmp_path / "b", 2)
+def test_a_run_goes_on_bit_for_bit(train: Train, model: Path, tmp_path: Path) -> None:
+    straight, cut = train(model, tmp_path / "a", 4), train(model, tmp_path / "b", 2)
     assert not same(straight, cut)
     posttrain.run(resume=cut, steps=4, quiet=True)
     assert same(straight, cut)
 
 
 @pytest.mark.prove
-def test_checkpoints_hold_the_adapter_alone_and_the_record_its_base(model: Path, tmp_path: Path) -> None:
-    run = trained(model, tmp_path / "a", 2, "pull=kl", "pull.coef=0.1")
+def test_checkpoints_hold_the_adapter_alone_and_the_record_its_base(train: Train, model: Path, tmp_path: Path) -> None:
+    run = train(model, tmp_path / "a", 2, "pull=kl", "pull.coef=0.1")
     held = weights(run)
     assert all("lora_" in n or n.startswith("value_head.") for n in held)
     assert (
@@ -82,16 +89,16 @@ def test_checkpoints_hold_the_adapter_alone_and_the_record_its_base(model: Path,
     )
     assert len(str(run_file(run).facts["base_digest"])) == 32
     assert not (run / "model" / "base.safetensors").exists(), "the base is where the user has it"
-    assert all(s.gauges["policy/kl_reference"][1] > 0 for s in steps(run)) or steps(run)
+    assert steps(run)[-1].gauges["policy/kl_reference"].count > 0
 
 
 @pytest.mark.prove
-def test_another_base_is_refused(model: Path, tmp_path: Path) -> None:
+def test_another_base_is_refused(train: Train, model: Path, tmp_path: Path) -> None:
     import shutil
 
     own = tmp_path / "model"
     shutil.copytree(model, own)
-    run = trained(own, tmp_path / "a", 2)
+    run = train(own, tmp_path / "a", 2)
     held = load_file(own / "model.safetensors")
     name = next(n for n in held if "mlp" in n)
     save_file({**held, name: held[name] + 1e-3}, own / "model.safetensors", metadata={"format": "pt"})
@@ -102,23 +109,23 @@ def test_another_base_is_refused(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_branch_goes_on_with_the_adapter(full: Path, model: Path, tmp_path: Path, kept: bool) -> None:
+def test_a_branch_goes_on_with_the_adapter(train: Train, full: Path, model: Path, tmp_path: Path, kept: bool) -> None:
     """`kept`: the base is another run's, so the folder keeps it, and goes on without the other one."""
-    first = trained(full if kept else model, tmp_path / "a", 2)
+    first = train(full if kept else model, tmp_path / "a", 2)
     assert (first / "model" / "base.safetensors").exists() == kept
     if not kept:
         with pytest.raises(Exception, match="export"):
-            trained(first, tmp_path / "b", 2)
+            train(first, tmp_path / "b", 2)
         return
-    posttrain.run("arithmetic", f"model={first}", "sft=none", "rl.steps=2", *SMALL, out=tmp_path / "b", quiet=True)
+    train(first, tmp_path / "b", 2, lora=())
     assert run_file(tmp_path / "b").run.model.lora == run_file(first).run.model.lora
     with pytest.raises(ConfigError, match="there is an adapter already"):
-        trained(first, tmp_path / "c", 2, "model.lora.rank=2")
+        train(first, tmp_path / "c", 2, lora=["model.lora.rank=2"])
 
 
 @pytest.mark.prove
-def test_what_is_exported_computes_what_was_trained(model: Path, tmp_path: Path) -> None:
-    run = trained(model, tmp_path / "a", 2)
+def test_what_is_exported_computes_what_was_train(train: Train, model: Path, tmp_path: Path) -> None:
+    run = train(model, tmp_path / "a", 2)
     merged, adapter = posttrain.export(run, tmp_path / "m"), posttrain.export(run, tmp_path / "p", adapter=True)
     one, two = (HFLearner(load_policy(tiny(path=str(x)), None, 0)) for x in (merged, adapter))
     np.testing.assert_allclose(one.score(packed(2, vocabulary=16)), two.score(packed(2, vocabulary=16)), atol=2e-5)
