@@ -328,6 +328,11 @@ class Run:
                 "deterministic=true computes every sequence by one policy, and engine.update=stale does not: use drain"
                 " or inflight"
             )
+        if self.model.lora is not None and not isinstance(self.engine, Embedded):
+            raise ConfigError(
+                "model.lora with engine=vllm is not offered yet: the adapter would not reach vLLM. Set engine=embedded,"
+                " or train all weights with model.lora=none"
+            )
         if self.model.kernels == "compiled" and not isinstance(self.engine, Embedded):
             raise ConfigError(
                 "model.kernels=compiled is about the embedded engine. Set engine=embedded, or leave it out"

@@ -135,6 +135,11 @@ def _weights(
         raise DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})") from error
     except Exception as error:
         raise _unreadable(where, error) from error
+    if getattr(module, "_hf_peft_config_loaded", False):
+        raise DataError(
+            f"{where}: a PEFT adapter lies beside the model, and transformers has loaded it too. Download the adapter"
+            " into a directory of its own and give that, or merge it first"
+        )
     if missing := sorted(info["missing_keys"]):
         raise DataError(
             f"{where}: {len(missing)} tensors of {type(module).__name__} are not in its weights and would be random: "

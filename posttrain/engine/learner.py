@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import Packed
 from posttrain.core.engines import KernelChoice
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
 from posttrain.core.types import Top
 from posttrain.engine import attention
 from posttrain.engine.adapter import loud, switched_off
 from posttrain.engine.attention import PackedLayout
-from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.models import Policy, named_tensors, served_tensors
@@ -49,6 +49,7 @@ class HFLearner:
     def __init__(self, policy: Policy, *, gradient_checkpointing: bool = False) -> None:
         self.policy = policy
         self.value_head = _zero_head(policy)
+        self._frozen: dict[str, str] | None = None
         self._reader = _PackedReader(policy)
         if gradient_checkpointing:
             if not hasattr(policy.module, "activation_checkpointing_enable"):
@@ -132,8 +133,22 @@ class HFLearner:
         return (Shard.of(name, tensor.detach()) for name, tensor in served_tensors(self.policy.module))
 
     def fingerprint(self) -> str:
-        """Exact digest of the weights under those names."""
-        return fingerprint(named_tensors(self.policy.module))
+        """Exact digest of the weights under their state-dict names.
+
+        Raises:
+            InvariantError: a frozen weight has other bits than at the first call.
+        """
+        tensors = dict(named_tensors(self.policy.module))
+        found = fingerprints(tensors.items())
+        frozen = {n: found[n] for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+        self._frozen = frozen if self._frozen is None else self._frozen
+        if moved := [n for n, digest in frozen.items() if self._frozen.get(n, digest) != digest]:
+            raise InvariantError(
+                f"{len(moved)} frozen weights have changed, such as {moved[0]!r}: something writes into the weights"
+                " beneath the adapter, such as a merge in place. Nothing trained after this could be trusted; go on"
+                " from the last checkpoint"
+            )
+        return digest_of(found)
 
     def adapter(self) -> TrialOfAdapter | None:
         """What shows that a sampler computes with the adapter; None where all weights train."""

@@ -20,6 +20,7 @@ from posttrain.core.files import share
 from posttrain.core.run import BUILT_CONTEXT, Model
 from posttrain.engine import adapter
 from posttrain.engine.accept import accept
+from posttrain.engine.adapter import attach
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
 from posttrain.engine.fingerprint import fingerprint, fingerprints
@@ -215,7 +216,7 @@ def with_adapter(policy: Policy, model: Model, seed: int) -> Policy:
     """The policy with the adapter that `model.lora` asks for, attached in place."""
     if model.lora is None:
         return policy
-    adapter.attach(policy.module, model.lora, seed)
+    attach(policy.module, model.lora, seed)
     return replace(policy, lora=model.lora)
 
 

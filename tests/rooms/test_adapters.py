@@ -236,11 +236,12 @@ def test_settings(words: list[str], wanted: Lora | None) -> None:
         (f"model.lora.targets={ALL_LINEAR},q_proj", "keep one"),
         ("model.lora.ranks=4", "did you mean .rank"),
         ("model.lora=yes", "model.lora"),
+        ("engine=vllm model.lora=4", "not offered yet"),
     ],
 )
 def test_wrong_settings_are_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        dotted.apply(recipe("grpo"), [words])
+        dotted.apply(recipe("grpo"), words.split())
 
 
 @pytest.mark.parametrize(("target", "message"), [("x_proj", "q_proj, k_proj"), ("lm_head", "head can have no adapter")])
