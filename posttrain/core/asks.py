@@ -149,6 +149,7 @@ HARMLESS = frozenset(
             "Model.device",
             "Model.dtype",
             "Model.gradient_checkpointing",
+            "Model.share_prefixes",
             "Model.history",
             "Model.kernels",
         ),

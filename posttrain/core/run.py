@@ -64,6 +64,9 @@ class Model:
     definition; slow, for finding out whether a faster form is wrong."""
     lora: Lora | None = None
     """Train adapters of low rank beside frozen weights (`model.lora.rank=16`). None: train all weights."""
+    share_prefixes: bool = True
+    """Compute what several sequences begin with once in the learner: the prompt of siblings, earlier turns. It changes
+    results by rounding only, which its first use in a run proves."""
     gradient_checkpointing: bool = False
     """Compute a forward pass twice to keep less of it in memory."""
     history: Literal["append", "rewrite"] = "append"

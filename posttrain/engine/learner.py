@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,12 @@ from posttrain.core.shards import Shard
 from posttrain.core.types import Top
 from posttrain.engine import attention
 from posttrain.engine.adapter import loud, switched_off
-from posttrain.engine.attention import PackedLayout
 from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.models import Policy, named_tensors, served_tensors
 from posttrain.engine.readout import read_out
+from posttrain.engine.sharing import Sharing
 from posttrain.engine.transform import logit_dtype
 
 SCORE_TOKENS = 16384
@@ -117,7 +117,7 @@ class HFLearner:
         """float64 [M] log-probs by a float64 copy of the weights; None beyond `MAX_EXACT_PARAMETERS` parameters."""
         if sum(tensor.numel() for _, tensor in named_tensors(self.policy.module)) > MAX_EXACT_PARAMETERS:
             return None
-        copy = self.policy.clone()
+        copy = replace(self.policy.clone(), share_prefixes=False)
         copy.module.double().eval()
         return _PackedReader(copy).score(packed, torch.float64)
 
@@ -221,6 +221,7 @@ class _PackedReader:
         self.context = policy.context
         self.kernels: KernelChoice = policy.kernels
         self.out = read_out(policy.module)
+        self._sharing = Sharing(self.out, policy.kernels, policy.share_prefixes)
 
     def hidden(self, packed: Packed) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token.
@@ -234,11 +235,7 @@ class _PackedReader:
                 f"a segment of {longest} tokens in a context of {self.context}: raise model.context, or shorten prompts"
                 " and sampling.max_tokens"
             )
-        device = self.out.weight.device
-        ids, positions, source = (_to(x, device) for x in (packed.ids_N, packed.positions_N, packed.source_M))
-        return _SelectRows.apply(
-            self.out.hidden(ids, positions, PackedLayout(packed.lengths_S, kernels=self.kernels)), source
-        )
+        return self._sharing.hidden(packed)
 
     def head(self, packed: Packed, hidden: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-prob, entropy or None) [M] each."""
@@ -310,23 +307,6 @@ class _PackedReader:
             "softcap": out.softcap,
             "scale": out.scale,
         }
-
-
-class _SelectRows(torch.autograd.Function):
-    """Select rows [N, H] at distinct positions [M]. Each row is read at most once, so the backward
-    writes instead of adding."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, at: Tensor) -> Tensor:
-        ctx.save_for_backward(at)
-        ctx.rows = rows.shape[0]
-        return rows.index_select(0, at)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (at,) = ctx.saved_tensors
-        grad = grads[0]
-        return grad.new_zeros(ctx.rows, grad.shape[1]).index_copy_(0, at, grad), None
 
 
 def _zero_head(policy: Policy) -> nn.Linear:

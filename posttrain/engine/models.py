@@ -62,6 +62,8 @@ class Policy:
     """The choice of kernels: `Model.kernels`."""
     lora: Lora | None = None
     """The settings of its adapter; None where all weights train."""
+    share_prefixes: bool = True
+    """Whether learner and reference compute shared beginnings once: `Model.share_prefixes`."""
 
     @property
     def device(self) -> torch.device:
@@ -263,6 +265,7 @@ def prepared(
         notes=tuple(notes),
         remote_code=model.path is not None and model.trust_remote_code,
         kernels=model.kernels,
+        share_prefixes=model.share_prefixes,
     )
 
 
