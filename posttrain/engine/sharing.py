@@ -57,7 +57,8 @@ class Sharing:
     """
 
     def __init__(self, out: ReadOut, kernels: KernelChoice, on: bool) -> None:
-        self._out, self._kernels, self._on, self._proved = out, kernels, on, False
+        self._out, self._on, self._proved = out, on, False
+        self._kernels: KernelChoice = kernels
 
     def hidden(self, packed: Packed) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token."""
