@@ -32,7 +32,7 @@ from posttrain.core.stage import Stage
 from posttrain.core.version import VERSION
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
-from posttrain.engine.optimizer import AdamW
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze
 from posttrain.environment.render import RenderedDialogue, Renderer
@@ -232,7 +232,7 @@ def make_parts(
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
         freeze=lambda: freeze(learner),
         teacher=lambda path: make_teacher(run, path, policy),
-        optimize=lambda config: AdamW(learner.parameters(), config, run.model.kernels),
+        optimize=lambda config: StageOptimizer(learner.parameters(), config, run.model.kernels),
         settings={
             s.name: StageSetting(
                 others[s.name], replace(roles.rollout, environment=others[s.name], limits=run.env_of(s).limits)

@@ -185,6 +185,13 @@ class Update:
     name: str
     moved: float
     state: float
+    bound: float = UPDATE_BOUND
+    """The largest `moved` that is allowed; that of `state` is `UPDATE_BOUND`."""
+
+    @property
+    def excess(self) -> float:
+        """Above 1: more than is allowed."""
+        return max(self.moved / self.bound, self.state / UPDATE_BOUND)
 
 
 def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
@@ -203,19 +210,20 @@ def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[
             size = float(want.abs().max())
             if size > UNDERFLOW and (held := state.get(f"{word}.{name}")) is not None:
                 kept = max(kept, float((held.double().cpu() - want).abs().max()) / size)
-        if max(moved, kept) > max(worst.moved, worst.state):
-            worst = Update(name, moved, kept)
+        one = Update(name, moved, kept, expected.bound or UPDATE_BOUND)
+        if one.excess > worst.excess:
+            worst = one
     return worst
 
 
 def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], state: Mapping[str, Any]) -> Gauges:
     """The first optimizer step is exactly the configured one: learning rate, warm-up, decay and clip included."""
     worst = departure(handed, after, state)
-    if worst.moved > UPDATE_BOUND or worst.state > UPDATE_BOUND:
+    if worst.excess > 1:
         raise InvariantError(
             f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} of a full"
             f" step, its state by {worst.state:.3g} of its size (gradient norm {handed.norm:.3g}; configured"
-            f" lr={config.lr:g}, warmup={config.warmup}, weight_decay={config.weight_decay:g}, clip={config.clip:g})."
+            f" {config.kind}, lr={config.lr:g}, warmup={config.warmup}, weight_decay={config.weight_decay:g}, clip={config.clip:g})."
             " Something else moves the weights, or the optimizer was built with other settings"
         )
     return {"canary/update_gap": Gauge(worst.moved, 1)}
@@ -233,7 +241,8 @@ class UpdateCheck(Observer):
         self._handed: Handed | None = None
 
     async def begin(self, roles: StageRoles[Any]) -> None:
-        served_is_trained(dict(whole_tensors(roles.learner.shards())), roles.trainer.trained())
+        frozen = {n: p for n, p in roles.learner.parameters().items() if roles.stage.optimizer.frozen(n)}
+        served_is_trained(dict(whole_tensors(roles.learner.shards())), {**roles.trainer.trained(), **frozen})
         gradient_reaches(roles.learner, roles.sync.probe_ids)
 
     def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:

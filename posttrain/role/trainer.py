@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -134,13 +135,14 @@ class Trainer:
         lr, passes = self.optimizer.lr, Passes.of(watch.needs(packed), self.learner)
         self.learner.train_mode(True)
         parts: list[Terms] = []
-        for micro in batch.split(self.micro_tokens):
-            scores = self._forward(micro, loss)
-            passes.record(micro, scores)
-            terms = loss.terms(micro, scores)
-            terms.loss.backward()
-            self.optimizer.gather()
-            parts.append(Terms(terms.loss.detach(), terms.gauges))
+        with self._frozen():
+            for micro in batch.split(self.micro_tokens):
+                scores = self._forward(micro, loss)
+                passes.record(micro, scores)
+                terms = loss.terms(micro, scores)
+                terms.loss.backward()
+                self.optimizer.gather()
+                parts.append(Terms(terms.loss.detach(), terms.gauges))
         watch.emit(DifferentiatedEvent(packed, passes))
         gauges = merge(loss.gauges(batch, parts), self._update(batch, loss))
         watch.emit(LearnedEvent(packed, passes, lr))
@@ -155,6 +157,19 @@ class Trainer:
             candidates_MK=reads.candidates_MK,
             head_only=reads.head_only,
         )
+
+    @contextmanager
+    def _frozen(self) -> Iterator[None]:
+        """Inside: no gradient of a parameter is computed that the optimizer does not update."""
+        moved = self.trained()
+        still = [p for n, p in self.learner.parameters().items() if n not in moved]
+        for p in still:
+            p.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for p in still:
+                p.requires_grad_(True)
 
     def _update(self, batch: Batch, loss: Loss) -> Gauges:
         """The optimizer's step. If the gradient is not finite, each unit's loss is computed alone to find the cause."""
