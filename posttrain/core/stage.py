@@ -35,9 +35,9 @@ class Optimizer:
 
     kind: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
     """adamw: AdamW. adamw8bit: AdamW with moments of 8 bits (pip install 'posttrain[adamw8bit]'). muon: momentum made
-    orthogonal for the matrices between embedding and head, AdamW for all else. It computes in bfloat16, so a split or a
-    device changes its steps in their second digit, and they are checked only to a fifth. sgd: gradients with
-    momentum."""
+    orthogonal for the matrices between embedding and head, AdamW for all else. It computes in bfloat16 and amplifies
+    what is small, so splits, devices and resumed runs elsewhere give other steps; only the part of a step along its
+    definition is checked. sgd: gradients with momentum."""
     lr: float = 1e-3
     """Learning rate, after the warm-up."""
     beta1: float = 0.9
