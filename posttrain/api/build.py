@@ -28,8 +28,9 @@ from posttrain.core.machine import cores
 from posttrain.core.ports import Environment, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Run
-from posttrain.core.stage import Stage
+from posttrain.core.stage import Stage, check_patterns
 from posttrain.core.version import VERSION
+from posttrain.engine import eight_bit
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
 from posttrain.engine.optimizer import StageOptimizer
@@ -217,6 +218,11 @@ def make_parts(
     def close() -> None:
         keep_timeline(roles.engine, book.folder)
         roles.close()
+
+    for stage in run.stages:
+        check_patterns(stage.optimizer, list(learner.parameters()), f"{stage.name}.optimizer")
+        if stage.optimizer.kind == "adamw8bit":
+            eight_bit.check_installed()
 
     return RunParts(
         run=run,

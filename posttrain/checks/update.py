@@ -186,6 +186,7 @@ class Update:
     moved: float
     state: float
 
+
 def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
     """The largest difference between a step and what was expected of it, over all parameters checked in full.
 

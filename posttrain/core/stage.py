@@ -67,8 +67,9 @@ class Optimizer:
     freeze: tuple[str, ...] = ()
     """Patterns, as in `rates`, of parameters that stay as they are."""
     ema: float | None = None
-    """Also keep a moving average of the weights with this decay, from the first weights on: in every checkpoint, and at
-    the end of the stage under the name STAGE-ema. None: none."""
+    """Also keep a moving average of the weights with this decay, from the stage's first weights on. It is in the
+    checkpoints inside the stage and in the last one of the run, for eval --ema and export --ema. The policy and what it
+    samples are the weights themselves. None: none."""
     skips: int = 0
     """Optimizer steps in a row that may be left out because their gradient is not finite. Each is counted, told, and
     its batch is kept. 0: the first one stops the run."""

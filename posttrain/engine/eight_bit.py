@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits, by torchao. Imported only where it is chosen.
+"""AdamW with moments of 8 bits, by torchao, which is imported only where it is chosen.
 
 A moment of at least 4096 numbers, a multiple of 256, is held in blocks of 256: a float32 scale, the largest size in the
 block, and for each number the nearest of 256 values between -1 and 1 (2110.02861). Smaller moments stay float32.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -36,12 +37,9 @@ class QuantisedMoments(UpdateRule):
     words = ("step", *(f"{m}_{part}" for m in MOMENTS for part in PARTS), *MOMENTS)
 
     def build(self, groups: list[dict[str, Any]], config: Optimizer, kernels: KernelChoice) -> torch.optim.Optimizer:
-        try:
-            from torchao.optim import AdamW8bit
-        except ImportError as error:
-            raise ConfigError(
-                "optimizer=adamw8bit needs torchao: pip install 'posttrain[adamw8bit]', or use another optimizer"
-            ) from error
+        check_installed()
+        from torchao.optim import AdamW8bit
+
         device = next(iter(self.tensors.values())).device
         self._compiled = device.type == "cuda" and kernels in ("auto", "compiled")
         return AdamW8bit(
@@ -105,6 +103,18 @@ class QuantisedMoments(UpdateRule):
             state[m].codes.copy_(parts[f"{m}_codes"])
             state[m].scale.copy_(parts[f"{m}_scale"])
         self.inner.state[tensor] = state
+
+
+def check_installed() -> None:
+    """Refuse to go on without torchao.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if find_spec("torchao") is None:
+        raise ConfigError(
+            "optimizer=adamw8bit needs torchao: pip install 'posttrain[adamw8bit]', or use another optimizer"
+        )
 
 
 def values(signed: bool) -> Tensor:

@@ -155,9 +155,9 @@ class Momentum(UpdateRule):
 class Orthogonal(UpdateRule):
     """Muon: momentum of a matrix, with all its singular values brought near 1 by Newton-Schulz in bfloat16.
 
-    The iteration amplifies directions without a gradient by up to 3.4 ** 5, and with them the rounding of bfloat16. Where
-    a gradient has a low rank, that noise is as large as the step itself, so only the part of a step along its definition
-    is checked. It is exact to 1 %. The momentum is exact to float32.
+    The iteration amplifies directions without a gradient by up to 3.4 ** 5, and with them the rounding of bfloat16.
+    Where a gradient has a low rank, that noise is as large as the step itself, so only the part of a step along its
+    definition is checked. It is exact to 1 %. The momentum is exact to float32.
     """
 
     words = (BUFFER,)

@@ -115,6 +115,8 @@ class Trainer:
     optimizer: WeightOptimizer
     micro_tokens: int
     version: int = 0
+    skipped: int = 0
+    """Optimizer steps in a row that were left out, up to now (`Optimizer.skips`)."""
 
     def step(
         self, batch: Batch, loss: Loss, watch: Observers = UNOBSERVED, *, index: int = 0, first: bool = False
@@ -178,7 +180,7 @@ class Trainer:
         self.learner.train_mode(False)
         if not math.isfinite(norm):
             raise NonFiniteGradient(norm, self.version + 1, self._culprits(batch, loss), batch.episodes)
-        self.version += 1
+        self.version, self.skipped = self.version + 1, 0
         return {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
     def _culprits(self, batch: Batch, loss: Loss) -> list[int]:

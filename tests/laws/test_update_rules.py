@@ -1,5 +1,5 @@
-"""A step of every kind of optimizer is its definition in float64, its state goes on bit for bit, and what is not to move
-stays."""
+"""A step of every kind of optimizer is its definition in float64, its state goes on bit for bit, and what is not to
+move stays."""
 
 from __future__ import annotations
 

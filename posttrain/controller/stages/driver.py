@@ -121,6 +121,7 @@ class Driver(ABC, Generic[S, T, A]):
         self.trainer = self.parts.trainer(self.stage.optimizer, self.stage.micro_tokens)
         if checkpoint is not None:
             self._load_optimizer(checkpoint, self.trainer)
+            self.trainer.skipped = self.state.skipped
         taken = (
             []
             if checkpoint is None
@@ -186,7 +187,7 @@ class Driver(ABC, Generic[S, T, A]):
         """What follows a step: evaluation when due, the record, the border. Whether there is another one."""
         p, s, stage = self.progress, self.state, self.stage
         p.checks = {**p.checks, **self.watch.state()}
-        s.step, p.version = index, self.trainer.version
+        s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
         self.parts.version = p.version
         s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
         self.report = report = None
