@@ -222,8 +222,8 @@ def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], s
         raise InvariantError(
             f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} of a full"
             f" step, its state by {worst.state:.3g} of its size (gradient norm {handed.norm:.3g}; configured"
-            f" {config.kind}, lr={config.lr:g}, warmup={config.warmup}, weight_decay={config.weight_decay:g}, clip={config.clip:g})."
-            " Something else moves the weights, or the optimizer was built with other settings"
+            f" {config.kind}, lr={config.lr:g}, warmup={config.warmup}, weight_decay={config.weight_decay:g},"
+            f" clip={config.clip:g}). Something else moves the weights, or the optimizer was built with other settings"
         )
     return {"canary/update_gap": Gauge(worst.moved, 1)}
 

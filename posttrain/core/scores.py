@@ -53,5 +53,5 @@ class ExpectedUpdate:
     size: float
     """Scale for differences from `move`: how far such a step moves an entry with a large gradient."""
     along: bool = False
-    """Only the part of the step along `move` is `move`: the optimizer's arithmetic adds noise across it, which may be as
-    large."""
+    """Only the part of the step along `move` is `move`: the optimizer's arithmetic adds noise across it, which may be
+    as large."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +22,14 @@ from posttrain.role.weights import AVERAGE, OPTIMIZER, WEIGHTS
 WORDS = ("grpo", "env=arithmetic", "env.args.max_terms=2", "env.heldout=6", "model.layers=2", *SMALL, *RL)
 
 
+def replaced(words: Iterable[str], *more: str) -> tuple[str, ...]:
+    """Overrides of which `more` replace those of the same name."""
+    keys = {w.partition("=")[0] for w in more}
+    return (*(w for w in words if w.partition("=")[0] not in keys or "=" not in w), *more)
+
+
 def ran(folder: Path, *words: str) -> int:
-    return main(["run", *WORDS, *words, "--out", str(folder)])
+    return main(["run", *replaced(WORDS, *words), "--out", str(folder)])
 
 
 def weights(folder: Path, which: str = "last") -> dict[str, torch.Tensor]:
@@ -102,7 +108,8 @@ def reward(task, text):
 
 def bad(folder: Path, *words: str) -> tuple[str, ...]:
     prompts = {str(a) for a in range(0, 20, 2)}
-    return ("run", *mine(folder, reward=HUGE.replace("{wanted}", repr(prompts))), "algorithm=dr_grpo", *words)
+    reward = HUGE.replace("{wanted}", repr(prompts))
+    return ("run", *replaced(mine(folder, reward=reward), "algorithm=dr_grpo", *words))
 
 
 def test_a_step_that_is_not_finite_is_left_out_counted_and_kept(tmp_path: Path) -> None:
@@ -123,9 +130,9 @@ def test_a_step_that_is_not_finite_is_left_out_counted_and_kept(tmp_path: Path) 
 
 def test_too_many_steps_in_a_row_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also over a resume: what was left out before it counts."""
-    every: Any = {"reward": "def reward(task, text):\n    return 1e45 * (sum(map(ord, text)) % 2)\n"}
-    words = ("run", *mine(tmp_path, **every), "algorithm=dr_grpo", "rl.steps=9", "rl.optimizer.skips=2")
-    assert main([*words, "--out", str(tmp_path / "run")]) == 3
+    every = "def reward(task, text):\n    return 1e45 * (sum(map(ord, text)) % 2)\n"
+    words = replaced(mine(tmp_path, reward=every), "algorithm=dr_grpo", "rl.steps=9", "rl.optimizer.skips=2")
+    assert main(["run", *words, "--out", str(tmp_path / "run")]) == 3
     said = capsys.readouterr().err
     assert "It is the 3rd optimizer step in a row that is not finite, and rl.optimizer.skips=2" in said
     steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
