@@ -118,7 +118,7 @@ def evaluate(
         ema: evaluate the moving average of a run's weights (`optimizer.ema`) in place of the weights.
     """
     target, checkpoint = run_and_checkpoint(target, checkpoint)
-    if ema and (is_url(target) or not is_run(target)):
+    if ema and not is_run(target):
         raise ConfigError(f"--ema is about a run folder, which keeps averages of its weights, and {target} is none")
     if not is_url(target):
         refuse(remote)
@@ -130,6 +130,7 @@ def evaluate(
     contract = _contract(run, max_tokens, temperature)
     from posttrain.api.build import make_policy, make_roles, use_threads
     from posttrain.api.waiting import wait
+    from posttrain.role.weights import load_average, load_weights
 
     use_threads(run.threads)
     written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
@@ -144,8 +145,6 @@ def evaluate(
             policy = make_policy(run, environment, written=written, own=Path(target) if weights is not None else None)
             with closing(make_roles(run, policy, environment)) as roles:
                 if weights is not None:
-                    from posttrain.role.weights import load_average, load_weights
-
                     (load_average if ema else load_weights)(weights, roles.learner)
                 sampling = contract.resolve(policy.stop_ids, roles.renderer.spell)
                 report = wait(_measured(roles, environment, sampling, how))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.checks.schedule import due
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge, Gauges, merge
@@ -119,6 +120,8 @@ class Largest:
     """Its value before the step."""
     move: float
     """What the step must add to it."""
+    size: float = math.inf
+    """`ExpectedUpdate.size`; inf where only whole updates follow the definition (`ExpectedUpdate.along`)."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,9 @@ class Handed:
         for name, g in grads.items():
             at = int(g.abs().argmax())
             if float(g.flatten()[at]):
-                move = optimizer.expected_update(config, name, g, norm, at).move
-                largest[name] = Largest(at, float(trained[name].detach().flatten()[at]), float(move))
+                told = optimizer.expected_update(config, name, g, norm, at)
+                weight = float(trained[name].detach().flatten()[at])
+                largest[name] = Largest(at, weight, float(told.move), math.inf if told.along else told.size)
         first = not optimizer.state_tensors().get("steps", 1)
         small = [n for n, g in grads.items() if g.numel() <= SAMPLED] if first else []
         expected = {n: optimizer.expected_update(config, n, grads[n], norm) for n in small}
@@ -176,6 +180,20 @@ def moved(handed: Handed, parameters: Mapping[str, Any], lr: float) -> Gauges:
             " this step) is what you meant"
         )
     return {"canary/moved": Gauge(len(pushed), len(handed.largest))} if pushed else {}
+
+
+def keeps_to_schedule(config: Optimizer, handed: Handed, parameters: Mapping[str, Any], lr: float) -> None:
+    """A step in the middle of a schedule moves the number with the largest gradient of each parameter as configured."""
+    for name, top in handed.largest.items():
+        moved = float(parameters[name].detach().flatten()[top.index]) - top.weight
+        slack = ROUNDING * max(SMALLEST, abs(top.weight)) + UPDATE_BOUND * (abs(top.move) + top.size / 100)
+        if abs(moved - top.move) > slack:
+            raise InvariantError(
+                f"an optimizer step moved {name} by {moved:.3g} at element {top.index}, and the configured one moves it"
+                f" by {top.move:.3g} (learning rate {lr:g} in this step; schedule={config.schedule},"
+                f" horizon={config.horizon}, lr={config.lr:g}). The schedule began again or is another one, or the"
+                " optimizer's state is not that of the steps so far"
+            )
 
 
 @dataclass(frozen=True)
@@ -247,11 +265,9 @@ class UpdateCheck(Observer):
     def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
         match event:
             case DifferentiatedEvent(packed, _):
-                self._handed = (
-                    None
-                    if self._moved or not _carries(packed)
-                    else Handed.of(roles.trainer.optimizer, roles.stage.optimizer)
-                )
+                falls = roles.stage.optimizer.schedule != "constant" and due(packed.index)
+                asked = _carries(packed) and (falls or not self._moved)
+                self._handed = Handed.of(roles.trainer.optimizer, roles.stage.optimizer) if asked else None
             case LearnedEvent(lr=lr) if self._handed is not None:
                 handed, self._handed = self._handed, None  # it holds copies of weights
                 return ObserverReport(self._follow(roles, handed, lr))
@@ -261,6 +277,9 @@ class UpdateCheck(Observer):
 
     def _follow(self, roles: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
         trained, optimizer = roles.trainer.trained(), roles.trainer.optimizer
+        if self._moved:
+            keeps_to_schedule(roles.stage.optimizer, handed, trained, lr)
+            return Gauges()
         seen = moved(handed, trained, lr)
         self._moved = bool(seen)
         return merge(

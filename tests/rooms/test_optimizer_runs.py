@@ -41,7 +41,8 @@ def test_every_kind_trains_a_run_that_its_checks_follow(tmp_path: Path, kind: st
     if kind == "adamw8bit":
         pytest.importorskip("torchao.optim")
     more = ("rl.optimizer.schedule=cosine", "rl.optimizer.horizon=9", "rl.optimizer.warmup=1")
-    words = (f"rl.optimizer={kind}", "rl.optimizer.lr=0.01", *more, "rl.optimizer.rates=embed_tokens:0.5", "rl.steps=3")
+    more = (*more, "rl.optimizer.rates=embed_tokens:0.5", "model.ffn=128")  # ffn: matrices that 8 bits hold
+    words = (f"rl.optimizer={kind}", "rl.optimizer.lr=0.01", *more, "rl.steps=3")
     assert ran(tmp_path / "run", *words) == 0
     steps = reader.steps(tmp_path / "run")
     first = next(s for s in steps if "canary/update_gap" in s.gauges)
