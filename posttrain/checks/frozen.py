@@ -29,7 +29,7 @@ def only_frozen_is_left_out(config: Optimizer, parameters: Mapping[str, Any], tr
         )
 
 
-def still(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+def frozen_stays(before: Mapping[str, str], after: Mapping[str, str]) -> None:
     """Frozen parameters have the digests that they had."""
     if changed := [n for n, digest in before.items() if after.get(n) != digest]:
         raise InvariantError(
@@ -52,7 +52,7 @@ class FrozenCheck(Observer):
     def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
         if not self._digests or not isinstance(event, LearnedEvent) or not due(event.packed.index):
             return None
-        still(self._digests, self._now(roles))
+        frozen_stays(self._digests, self._now(roles))
         return ObserverReport({"canary/frozen": Gauge(len(self._digests), 1)})
 
     def _now(self, roles: StageRoles[Any]) -> dict[str, str]:
