@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from posttrain.faults.registry import fault
 
 Real = Callable[..., Any]
@@ -36,9 +34,8 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def step(self: Any) -> float:
         norm = real(self)
-        with torch.no_grad():
-            for p in self._frozen:
-                p.mul_(1 - 1e-5)
+        for p in self._frozen:
+            p.detach().mul_(1 - 1e-5)
         return norm
 
     return step
@@ -79,8 +76,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def follow(self: Any) -> None:
         real(self)
-        with torch.no_grad():
-            for name, average in self._average.items():
-                self._moved[name].copy_(average)
+        for name, average in self._average.items():
+            self._moved[name].detach().copy_(average)
 
     return follow
