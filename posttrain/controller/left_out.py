@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from posttrain.core import foreign, streams, tree
 from posttrain.core.batch import Batch
-from posttrain.core.errors import InvariantError, RunFolderError
+from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import Stream
@@ -88,7 +88,8 @@ def load_batch(folder: Path, further: Iterable[Stream] = ()) -> Batch:
             sampling = tree.from_plain(Sampling, json.loads(file.metadata()["sampling"]))
         kept = Kept(arrays["kept.offsets"], arrays["kept.ids"]) if "kept.ids" in arrays else None
         held = {declared[n.removeprefix(STREAM)]: x for n, x in arrays.items() if n.startswith(STREAM)}
-        whole = Batch(sampling=sampling, kept=kept, **{n: arrays.get(n) for n in ARRAYS})
+        fields: dict[str, Any] = {n: arrays.get(n) for n in ARRAYS}
+        whole = Batch(sampling=sampling, kept=kept, **fields)
         return replace(whole, streams=held)
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, PosttrainError) as error:
         raise RunFolderError(f"{path} is damaged ({error})") from error
