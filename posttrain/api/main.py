@@ -262,7 +262,7 @@ def _exported(source: Path, target: Path, checkpoint: str, trust: bool, name: st
             save_adapter(policy, target, base)
         else:
             policy.save(target)
-        (target / "README.md").write_text(model_card(source, found, name), encoding="utf-8")
+        (target / "README.md").write_text(model_card(source, found, name, ema=ema), encoding="utf-8")
     except Exception as error:
         if (why := full(error)) is None:
             raise

@@ -17,6 +17,9 @@ from posttrain.controller.left_out import load_batch
 from posttrain.core import reader
 from posttrain.core.checkpoint import find, scan
 from posttrain.core.errors import RunFolderError
+from posttrain.core.run import Run
+from posttrain.core.tree import from_plain, to_plain
+from posttrain.recipe.recipes import recipe
 from posttrain.role.weights import AVERAGE, OPTIMIZER, WEIGHTS
 
 WORDS = ("grpo", "env=arithmetic", "env.args.max_terms=2", "env.heldout=6", "model.layers=2", *SMALL, *RL)
@@ -89,6 +92,8 @@ def test_averages_are_evaluated_and_exported_on_request(tmp_path: Path) -> None:
     plain, average = tmp_path / "plain", tmp_path / "average"
     posttrain.export(run, plain)
     assert main(["export", str(run), str(average), "--ema"]) == 0
+    card = (average / "README.md").read_text()
+    assert "Moving average (decay 0.5) of the weights of stage `rl`" in card and "accuracy" not in card.split("---")[1]
     made, kept = load_file(average / "model.safetensors"), weights(run)
     assert all(torch.equal(t, averages[f"{AVERAGE}{n}"]) for n, t in made.items() if n in kept)
     usual = load_file(plain / "model.safetensors")
@@ -99,6 +104,19 @@ def test_averages_are_evaluated_and_exported_on_request(tmp_path: Path) -> None:
     assert ran(other) == 0
     with pytest.raises(RunFolderError, match=r"holds no moving average of the weights: .* optimizer.ema"):
         posttrain.export(other, tmp_path / "none", ema=True)
+
+
+def test_a_run_of_before_is_read_and_goes_on(tmp_path: Path) -> None:
+    """Its tree and its optimizer's state know nothing of kinds, schedules and averages."""
+    run = recipe("ladder")
+    plain = to_plain(run)
+    for stage in plain["stages"]:
+        before = ("lr", "beta1", "beta2", "eps", "weight_decay", "clip", "warmup")
+        stage["optimizer"] = {n: stage["optimizer"][n] for n in before}
+    assert from_plain(Run, plain) == run
+    assert ran(tmp_path / "run") == 0
+    state = load_file(find(tmp_path / "run").folder / OPTIMIZER)
+    assert {n.partition(".")[0] for n in state} == {"steps", "step", "exp_avg", "exp_avg_sq"}
 
 
 HUGE = """
