@@ -68,6 +68,23 @@ class StageOptimizer:
         """Learning rate of the next step, of parameters without a factor of their own."""
         return self.config.lr * self.config.share(self.steps + 1)
 
+    def words(self) -> str:
+        """What is unusual about it, as a line for people; '' where nothing is."""
+        out: list[str] = []
+        moved = len(self._moved)
+        if self.config.kind == "muon":
+            turned = sum(isinstance(rule, Orthogonal) for rule in self._rules.values())
+            out.append(
+                f"Muon updates {turned} matrices, and AdamW the other {moved - turned} tensors; Muon is not exact"
+            )
+        elif self.config.kind != "adamw":
+            out.append(f"{self.config.kind} updates {moved} tensors")
+        if self._frozen:
+            out.append(f"{len(self._frozen)} of {moved + len(self._frozen)} tensors are frozen")
+        if self.config.ema is not None:
+            out.append(f"a moving average of the weights is kept (decay {self.config.ema:g})")
+        return "; ".join(out)
+
     def trained(self) -> dict[str, Tensor]:
         """The tensors that a step updates, by parameter: the float32 master where there is one,
         else the parameter itself."""

@@ -40,13 +40,18 @@ def weights(folder: Path, which: str = "last") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["adamw8bit", "muon", "sgd"])
-def test_every_kind_trains_a_run_that_its_checks_follow(tmp_path: Path, kind: str) -> None:
+def test_every_kind_trains_a_run_that_its_checks_follow(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     if kind == "adamw8bit":
         pytest.importorskip("torchao.optim")
     more = ("rl.optimizer.schedule=cosine", "rl.optimizer.horizon=9", "rl.optimizer.warmup=1")
     more = (*more, "rl.optimizer.rates=embed_tokens:0.5", "model.ffn=128")  # ffn: matrices that 8 bits hold
     words = (f"rl.optimizer={kind}", "rl.optimizer.lr=0.01", *more, "rl.steps=3")
     assert ran(tmp_path / "run", *words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    told = {"adamw8bit": "rl: adamw8bit updates 2", "sgd": "rl: sgd updates 2", "muon": "rl: Muon updates 14 matrices"}
+    assert told[kind] in said
     steps = reader.steps(tmp_path / "run")
     first = next(s for s in steps if "canary/update_gap" in s.gauges)
     assert abs(first.gauges["canary/update_gap"].mean) < 0.02 and first.gauges["canary/moved"].sum > 0

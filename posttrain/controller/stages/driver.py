@@ -25,6 +25,7 @@ from posttrain.core.shell import command_line
 from posttrain.core.stage import START, Stage, come_to, starts
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import EvaluatedEvent, RestoredEvent
 from posttrain.role.roles import RoleSeconds
@@ -119,6 +120,9 @@ class Driver(ABC, Generic[S, T, A]):
         if checkpoint is None:
             await self._start()
         self.trainer = self.parts.trainer(self.stage.optimizer, self.stage.micro_tokens)
+        optimizer = self.trainer.optimizer
+        if isinstance(optimizer, StageOptimizer) and (words := optimizer.words()):
+            self.parts.say(f"{self.stage.name}: {words}")
         if checkpoint is not None:
             self._load_optimizer(checkpoint, self.trainer)
             self.trainer.skipped = self.state.skipped
