@@ -31,7 +31,7 @@ MATCHED_RMS = 0.2
 """An orthogonal update is scaled by this times the root of the longer side, so that its root mean square is that of a
 usual AdamW step and one learning rate serves both (2502.16982)."""
 EXACT_ELEMENTS = 1 << 20
-"""Matrices with more elements are iterated in float32 when an expected update is computed."""
+"""Matrices with more elements are iterated in float32, on their device, when an expected update is computed."""
 
 
 class UpdateRule(ABC):
@@ -183,7 +183,8 @@ class Orthogonal(UpdateRule):
         after = (1 - config.decay_of_momentum) * g
         after = after if held is None else config.decay_of_momentum * exact(held, None) + after
         ahead = (1 - config.decay_of_momentum) * g + config.decay_of_momentum * after
-        turned = orthogonal(ahead if ahead.numel() <= EXACT_ELEMENTS else ahead.float()).double()
+        large = ahead.numel() > EXACT_ELEMENTS
+        turned = orthogonal(ahead.to(weight.device, torch.float32) if large else ahead).double().cpu()
         longer = max(weight.shape)
         move = -lr * MATCHED_RMS * math.sqrt(longer) * turned - lr * config.weight_decay * exact(weight, None)
         size = float(move.abs().max())
