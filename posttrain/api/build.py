@@ -28,11 +28,12 @@ from posttrain.core.machine import cores
 from posttrain.core.ports import Environment, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Run
-from posttrain.core.stage import Stage
+from posttrain.core.stage import Stage, check_patterns
 from posttrain.core.version import VERSION
+from posttrain.engine import eight_bit
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
-from posttrain.engine.optimizer import AdamW
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze
 from posttrain.environment.render import RenderedDialogue, Renderer
@@ -218,6 +219,11 @@ def make_parts(
         keep_timeline(roles.engine, book.folder)
         roles.close()
 
+    for stage in run.stages:
+        check_patterns(stage.optimizer, list(learner.parameters()), f"{stage.name}.optimizer")
+        if stage.optimizer.kind == "adamw8bit":
+            eight_bit.check_installed()
+
     return RunParts(
         run=run,
         environment=env,
@@ -232,7 +238,7 @@ def make_parts(
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
         freeze=lambda: freeze(learner),
         teacher=lambda path: make_teacher(run, path, policy),
-        optimize=lambda config: AdamW(learner.parameters(), config, run.model.kernels),
+        optimize=lambda config: StageOptimizer(learner.parameters(), config, run.model.kernels),
         settings={
             s.name: StageSetting(
                 others[s.name], replace(roles.rollout, environment=others[s.name], limits=run.env_of(s).limits)

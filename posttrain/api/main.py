@@ -102,6 +102,7 @@ def evaluate(
     trust: bool = False,
     env: Any = None,
     rewards: Any = None,
+    ema: bool = False,
 ) -> EvaluationReport:
     """Held-out accuracy, mean reward and pass@k of a run, a model directory or hub id, or the model at an address.
 
@@ -114,8 +115,11 @@ def evaluate(
         remote: how to reach an endpoint and what to ask it.
         trust: allow what a run folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
         env, rewards: as in `run`. A run that was handed objects needs its functions again.
+        ema: evaluate the moving average of a run's weights (`optimizer.ema`) in place of the weights.
     """
     target, checkpoint = run_and_checkpoint(target, checkpoint)
+    if ema and not is_run(target):
+        raise ConfigError(f"--ema is about a run folder, which keeps averages of its weights, and {target} is none")
     if not is_url(target):
         refuse(remote)
         check_target(target, checkpoint)
@@ -126,6 +130,7 @@ def evaluate(
     contract = _contract(run, max_tokens, temperature)
     from posttrain.api.build import make_policy, make_roles, use_threads
     from posttrain.api.waiting import wait
+    from posttrain.role.weights import load_average, load_weights
 
     use_threads(run.threads)
     written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
@@ -140,9 +145,7 @@ def evaluate(
             policy = make_policy(run, environment, written=written, own=Path(target) if weights is not None else None)
             with closing(make_roles(run, policy, environment)) as roles:
                 if weights is not None:
-                    from posttrain.role.weights import load_weights
-
-                    load_weights(weights, roles.learner)
+                    (load_average if ema else load_weights)(weights, roles.learner)
                 sampling = contract.resolve(policy.stop_ids, roles.renderer.spell)
                 report = wait(_measured(roles, environment, sampling, how))
         show_report(console, str(target), environment.name, report)
@@ -214,6 +217,7 @@ def export(
     trust: bool = False,
     public: bool = False,
     adapter: bool = False,
+    ema: bool = False,
 ) -> Path | str:
     """Write a run's weights as a plain `save_pretrained` directory: model, tokenizer, generation config, model card.
 
@@ -224,6 +228,7 @@ def export(
         folder: a new or empty folder; or `hub:me/my-model`, which pushes it to the Hugging Face hub.
         public: on the hub: let everybody read a repository that is made here. It is private otherwise.
         adapter: of a run with `model.lora`, write the adapter alone, as PEFT does. It is merged otherwise.
+        ema: write the moving average of the weights (`optimizer.ema`) in place of the weights.
 
     Returns:
         The folder; or the address of the repository.
@@ -234,30 +239,30 @@ def export(
     if not is_hub(folder):
         if target.exists() and any(target.iterdir()):
             raise RunFolderError(f"{target} exists and is not empty: choose another folder")
-        return _exported(source, target, checkpoint, trust, target.name, adapter)
+        return _exported(source, target, checkpoint, trust, target.name, adapter, ema)
     ready(folder)
     name = repository_of(folder)
     with TemporaryDirectory(prefix="posttrain-export-") as made:
-        where = _exported(source, Path(made) / "model", checkpoint, trust, name, adapter)
+        where = _exported(source, Path(made) / "model", checkpoint, trust, name, adapter, ema)
         return push(where, folder, private=not public)
 
 
-def _exported(source: Path, target: Path, checkpoint: str, trust: bool, name: str, adapter: bool) -> Path:
+def _exported(source: Path, target: Path, checkpoint: str, trust: bool, name: str, adapter: bool, ema: bool) -> Path:
     from posttrain.api.model_card import model_card
     from posttrain.engine.learner import HFLearner
     from posttrain.engine.saved_adapter import save_adapter
-    from posttrain.role.weights import load_weights
+    from posttrain.role.weights import load_average, load_weights
 
     found = find(source, checkpoint)
     base = adapter_base(source) if adapter else ""
     policy = kept_policy(source, allow=trust)
-    load_weights(found.folder, HFLearner(policy))
+    (load_average if ema else load_weights)(found.folder, HFLearner(policy))
     try:
         if adapter:
             save_adapter(policy, target, base)
         else:
             policy.save(target)
-        (target / "README.md").write_text(model_card(source, found, name), encoding="utf-8")
+        (target / "README.md").write_text(model_card(source, found, name, ema=ema), encoding="utf-8")
     except Exception as error:
         if (why := full(error)) is None:
             raise

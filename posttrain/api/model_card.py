@@ -48,16 +48,20 @@ class HeldOutResult:
     """Updates between the measured weights and the exported ones."""
 
 
-def model_card(folder: Path, checkpoint: Checkpoint, name: str) -> str:
-    """The README.md of the model that a checkpoint of a run folder holds."""
+def model_card(folder: Path, checkpoint: Checkpoint, name: str, *, ema: bool = False) -> str:
+    """The README.md of the model that a checkpoint of a run folder holds.
+
+    Args:
+        ema: the model has the moving average of the weights, so what was measured of the weights is left out.
+    """
     file = run_file(folder)
     run, record = file.run, steps(folder)
     stage, step = _place(run, checkpoint)
     used = _lineage(run, stage)
-    result = _held_out(folder, run, record, stage, step)
+    result = None if ema else _held_out(folder, run, record, stage, step)
     parts = (
         _front(run, used, result),
-        _head(run, name, stage, step),
+        _head(run, name, stage, step, ema),
         _stages(run, used, record, stage, step),
         *(_algorithm(s, file.lineages) for s in used if isinstance(s, Reinforce)),
         _data(run, used),
@@ -183,12 +187,13 @@ def _front(run: Run, used: Sequence[Stage], result: HeldOutResult | None) -> lis
     ]
 
 
-def _head(run: Run, name: str, stage: Stage, step: int | None) -> list[str]:
+def _head(run: Run, name: str, stage: Stage, step: int | None, ema: bool) -> list[str]:
     at = f"after step {step}" if step else "at its beginning" if step == 0 else "at its end"
     return [
         f"# {code(name)}",
         "",
-        f"Weights of stage {code(stage.name)} {at}, from a run of recipe {code(run.recipe)} with"
+        f"{f'Moving average (decay {stage.optimizer.ema:g}) of the weights' if ema else 'Weights'} of stage"
+        f" {code(stage.name)} {at}, from a run of recipe {code(run.recipe)} with"
         " posttrain. This card was written from the record of the run.",
     ]
 

@@ -23,7 +23,7 @@ from posttrain.core.algorithm import CHOICES, Algorithm, differences, patch
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, closest, nearest
 from posttrain.core.run import Model, Run
-from posttrain.core.stage import Stage
+from posttrain.core.stage import Optimizer, Stage
 
 USER_PATCH = "your patch"
 """The `paper` of a patch that is made from a user's overrides."""
@@ -144,8 +144,18 @@ def _lora(_: Lora | None, word: str) -> Lora:
     return Lora(rank=cast("int", read(int, word, "model.lora")))
 
 
-SHORT: dict[type, Callable[[Any, str], Any]] = {Env: _env, Model: _model, Algorithm: _algorithm, Lora: _lora}
-"""Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`, `model.lora=RANK`."""
+def _optimizer(optimizer: Optimizer, word: str) -> Optimizer:
+    return replace(optimizer, kind=read(tree.hints(Optimizer)["kind"], word, "optimizer"))
+
+
+SHORT: dict[type, Callable[[Any, str], Any]] = {
+    Env: _env,
+    Model: _model,
+    Algorithm: _algorithm,
+    Lora: _lora,
+    Optimizer: _optimizer,
+}
+"""Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`, `model.lora=RANK`, `optimizer=KIND`."""
 BEGUN: dict[type, Any] = {Lora: Lora()}
 """Groups of settings that are none until one of them is set, and what they are then."""
 
@@ -283,6 +293,10 @@ def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
         if cls is not Algorithm and declared is Algorithm:
             yield here, f"one of {', '.join(ladder.LADDER)}"
             yield from _surface(Algorithm, here)
+            continue
+        if declared is Optimizer:
+            yield here, tree.describe(tree.hints(Optimizer)["kind"])
+            yield from _surface(Optimizer, here)
             continue
         short = any(m in SHORT for m in tree.members(declared))
         item = tree.tuple_item(declared)

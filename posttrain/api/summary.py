@@ -240,6 +240,7 @@ def _about(run: Run) -> list[str]:
     out = [f"model: {model}", f"environment: {run.env.name}, {run.env.heldout} prompts held out", f"seed: {run.seed}"]
     for s in run.stages:
         what = f"{s.algorithm.name}, " if isinstance(s, Reinforce) else ""
+        what += "" if s.optimizer.kind == "adamw" else f"{s.optimizer.kind}, "
         out.append(f"{s.name}: {type(s).__name__.lower()}, {what}{s.steps} steps, learning rate {s.optimizer.lr:g}")
     return out
 

@@ -153,6 +153,7 @@ HARMLESS = frozenset(
             "Model.history",
             "Model.kernels",
         ),
+        *("Optimizer.kind", "Optimizer.schedule", "Optimizer.rates", "Optimizer.freeze"),
         *("Lora.targets", "Lora.rslora", "Lora.dora"),
         *("Stage.name", "Stage.start", "Stage.time_of", "Stage.eval", "Stage.hands_on"),
         *(

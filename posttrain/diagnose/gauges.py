@@ -104,6 +104,7 @@ REGISTRY: dict[str, Definition] = {
         "1e-5 to 1e-2",
     ),
     "optim/lr": Definition("learning rate", "1", "as configured"),
+    "optim/skipped": Definition("optimizer steps left out because their gradient was not finite", "steps", "0"),
     "optim/steps": Definition("optimizer steps that moved weights", "steps", "= minibatches x epochs"),
     "sft/loss": Definition("mean negative log-prob of a demonstrated token", "nats", "falls"),
     "sft/tokens": Definition("demonstrated tokens an optimizer step", "tokens", "steady"),
@@ -117,6 +118,9 @@ REGISTRY: dict[str, Definition] = {
         "share of the tensors with a gradient that had to move, and did, in the first step with credit",
         "share",
         "1; less where the learning rate is below rounding",
+    ),
+    "canary/frozen": Definition(
+        "frozen tensors that are, bit for bit, what they were when the stage began", "tensors", "all that are frozen"
     ),
     "canary/loss_gap": Definition(
         "largest difference between what the loss asked of a log-prob and what its definition asks, "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,6 +115,8 @@ class Trainer:
     optimizer: WeightOptimizer
     micro_tokens: int
     version: int = 0
+    skipped: int = 0
+    """Optimizer steps in a row that were left out, up to now (`Optimizer.skips`)."""
 
     def step(
         self, batch: Batch, loss: Loss, watch: Observers = UNOBSERVED, *, index: int = 0, first: bool = False
@@ -134,13 +137,14 @@ class Trainer:
         lr, passes = self.optimizer.lr, Passes.of(watch.needs(packed), self.learner)
         self.learner.train_mode(True)
         parts: list[Terms] = []
-        for micro in batch.split(self.micro_tokens):
-            scores = self._forward(micro, loss)
-            passes.record(micro, scores)
-            terms = loss.terms(micro, scores)
-            terms.loss.backward()
-            self.optimizer.gather()
-            parts.append(Terms(terms.loss.detach(), terms.gauges))
+        with self._frozen():
+            for micro in batch.split(self.micro_tokens):
+                scores = self._forward(micro, loss)
+                passes.record(micro, scores)
+                terms = loss.terms(micro, scores)
+                terms.loss.backward()
+                self.optimizer.gather()
+                parts.append(Terms(terms.loss.detach(), terms.gauges))
         watch.emit(DifferentiatedEvent(packed, passes))
         gauges = merge(loss.gauges(batch, parts), self._update(batch, loss))
         watch.emit(LearnedEvent(packed, passes, lr))
@@ -156,6 +160,19 @@ class Trainer:
             head_only=reads.head_only,
         )
 
+    @contextmanager
+    def _frozen(self) -> Iterator[None]:
+        """Inside: no gradient of a parameter is computed that the optimizer does not update."""
+        moved = self.trained()
+        still = [p for n, p in self.learner.parameters().items() if n not in moved]
+        for p in still:
+            p.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for p in still:
+                p.requires_grad_(True)
+
     def _update(self, batch: Batch, loss: Loss) -> Gauges:
         """The optimizer's step. If the gradient is not finite, each unit's loss is computed alone to find the cause."""
         lr = self.optimizer.lr
@@ -163,7 +180,7 @@ class Trainer:
         self.learner.train_mode(False)
         if not math.isfinite(norm):
             raise NonFiniteGradient(norm, self.version + 1, self._culprits(batch, loss), batch.episodes)
-        self.version += 1
+        self.version, self.skipped = self.version + 1, 0
         return {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
     def _culprits(self, batch: Batch, loss: Loss) -> list[int]:

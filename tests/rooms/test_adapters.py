@@ -25,7 +25,7 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy, named_tensors
-from posttrain.engine.optimizer import AdamW
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.recipe.recipes import recipe
 from posttrain.role.sync import Sync
 from tests.rooms.engine_parts import ALPHABET, ARCHS, packed, tiny
@@ -53,7 +53,7 @@ def spoken(learner: HFLearner) -> None:
 
 
 def learn(learner: HFLearner, steps: int = 3) -> None:
-    adam = AdamW(learner.parameters(), Optimizer(lr=0.01, warmup=0))
+    adam = StageOptimizer(learner.parameters(), Optimizer(lr=0.01, warmup=0))
     for _ in range(steps):
         learner.train_mode(True)
         learner.forward(packed(3), entropy=False, value=False).logp.sum().neg().backward()

@@ -17,7 +17,7 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, named_tensors
-from posttrain.engine.optimizer import AdamW
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.reference import AdapterOff, freeze
 from posttrain.role.sync import Sync
 from tests.rooms.engine_parts import packed, policy
@@ -35,7 +35,7 @@ def adapt(p: Policy, *train: str) -> Policy:
 
 
 def learn(learner: HFLearner, steps: int = 3) -> None:
-    adam = AdamW(learner.parameters(), Optimizer(lr=0.03, warmup=0))
+    adam = StageOptimizer(learner.parameters(), Optimizer(lr=0.03, warmup=0))
     for _ in range(steps):
         learner.train_mode(True)
         learner.forward(packed(3), entropy=False, value=False).logp.sum().neg().backward()
@@ -58,7 +58,7 @@ def test_with_its_adapter_off_a_learner_scores_like_a_copy_of_its_base_bit_for_b
         learn(learner, 1)
     other = HFLearner(adapt(base))
     watching = freeze(other)
-    adam = AdamW(other.parameters(), Optimizer(lr=0.03, warmup=0))
+    adam = StageOptimizer(other.parameters(), Optimizer(lr=0.03, warmup=0))
     for _ in range(3):
         watching.score(batch)
         other.train_mode(True)

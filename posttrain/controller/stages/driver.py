@@ -25,6 +25,7 @@ from posttrain.core.shell import command_line
 from posttrain.core.stage import START, Stage, come_to, starts
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import EvaluatedEvent, RestoredEvent
 from posttrain.role.roles import RoleSeconds
@@ -119,8 +120,12 @@ class Driver(ABC, Generic[S, T, A]):
         if checkpoint is None:
             await self._start()
         self.trainer = self.parts.trainer(self.stage.optimizer, self.stage.micro_tokens)
+        optimizer = self.trainer.optimizer
+        if isinstance(optimizer, StageOptimizer) and (words := optimizer.words()):
+            self.parts.say(f"{self.stage.name}: {words}")
         if checkpoint is not None:
             self._load_optimizer(checkpoint, self.trainer)
+            self.trainer.skipped = self.state.skipped
         taken = (
             []
             if checkpoint is None
@@ -186,7 +191,7 @@ class Driver(ABC, Generic[S, T, A]):
         """What follows a step: evaluation when due, the record, the border. Whether there is another one."""
         p, s, stage = self.progress, self.state, self.stage
         p.checks = {**p.checks, **self.watch.state()}
-        s.step, p.version = index, self.trainer.version
+        s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
         self.parts.version = p.version
         s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
         self.report = report = None

@@ -52,6 +52,8 @@ class StageState(Open, begin=True):
     reward_before: float | None = None
     optimizer: str = ""
     """Fingerprint of the optimizer's state at the checkpoint."""
+    skipped: int = 0
+    """Optimizer steps in a row that were left out, up to now."""
     ended: str = ""
     """Why the stage needs no further step, where a stop condition was met."""
     seconds: float = 0.0
