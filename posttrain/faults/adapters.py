@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from posttrain.faults.registry import fault
 
 Real = Callable[..., Any]
@@ -64,6 +62,8 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     def shards(self: Any) -> Any:
+        import torch
+
         from posttrain.engine.adapter import layers
 
         with torch.no_grad():

@@ -137,6 +137,7 @@ def test_what_is_exported_computes_what_was_train(train: Train, model: Path, tmp
     )
 
 
+@pytest.mark.prove
 def test_a_run_of_all_weights_has_no_adapter_to_export(full: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave --adapter out"):
         posttrain.export(full, tmp_path / "x", adapter=True)
