@@ -12,6 +12,7 @@ Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens and B ids 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -369,7 +370,28 @@ def _torch_head(*given: Any) -> tuple[Tensor, Tensor]:
     return _Head.apply(*given, TORCH)
 
 
+def _triton_head(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The same tiles, with Triton's kernels in place of torch's operations. EngineError where they do not agree with
+    torch's on this device; they are compared before they are first used."""
+    from posttrain.engine.triton_tiles import proved
+
+    return _Head.apply(hidden, weight, *rest, proved(hidden.device, logit_dtype(weight.dtype)))
+
+
+def _no_triton() -> str:
+    return "" if find_spec("triton") else "triton is not installed"
+
+
+_BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 add_forms(
-    Kernel(operation="head", form="torch", function=_torch_head, bounds={torch.float32: 1e-5, torch.float64: 1e-13}),
+    Kernel(
+        operation="head",
+        form="compiled",
+        function=_triton_head,
+        devices=("cuda",),
+        bounds=_BOUNDS,
+        missing=_no_triton,
+    ),
+    Kernel(operation="head", form="torch", function=_torch_head, bounds=_BOUNDS),
     Kernel(operation="head", form="reference", function=plain.head),
 )
