@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.head import peak_bytes
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
@@ -229,17 +229,6 @@ def test_odds_by_their_definition(case: Case) -> None:
             q = p[m] ** (1 / t) / (p[m] ** (1 / t)).sum()
             assert abs(float(ratio[m, k]) - float((q[said] / p[m, said]).log())) < 1e-10
             assert abs(float(apart[m, k]) - 0.5 * float((q - p[m]).abs().sum())) < 1e-12
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """Most bytes that were allocated by torch at once while `work` ran, beyond those before it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
-        work()
-    trace = found.profiler
-    assert trace is not None and trace.kineto_results is not None
-    changes = [(e.start_ns(), e.nbytes()) for e in trace.kineto_results.events() if e.name() == "[memory]"]
-    live = np.cumsum([n for _, n in sorted(changes, key=lambda x: x[0])])
-    return int(live.max(initial=0))
 
 
 def head_peak(
