@@ -15,6 +15,7 @@ from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
 from posttrain.engine import logprob, transform
+from posttrain.engine.kernels import TABLE
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
 
 M, H, V = 7, 5, 11
@@ -196,6 +197,29 @@ def test_one_block_has_the_bits_of_logsumexp() -> None:
         assert torch.equal(logp, z.gather(1, said[:, None])[:, 0] - z.logsumexp(1))
 
 
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_large_vocabulary_is_within_the_bound_of_its_definition(dtype: torch.dtype, truncated: bool) -> None:
+    """Three blocks of their usual size beside the plain definition in float64: values and gradients, relative to the
+    largest number."""
+    tokens, width, vocabulary = 48, 32, 2 * logprob.CHUNK_IDS + 5000
+    g = torch.Generator().manual_seed(0)
+    ours = [torch.randn(n, width, generator=g).to(dtype).requires_grad_() for n in (tokens, vocabulary)]
+    theirs = [x.detach().double().requires_grad_() for x in ours]
+    said = torch.randint(0, vocabulary, (tokens,), generator=g)
+    kept = Kept.of([np.unique([int(t), 5, 20_000, vocabulary - 1]) for t in said]) if truncated else None
+    how: dict[str, Any] = {"sampling": Sampling(temperature=0.8, top_k=4 if truncated else 0), "kept": kept}
+    found = logprobs(*ours, None, said, softcap=20.0, want_entropy=True, **how)
+    wanted = logprobs(*theirs, None, said, softcap=20.0, want_entropy=True, kernels="reference", **how)
+    (found[0].sum() + 0.3 * found[1].sum()).backward()  # type: ignore[union-attr]
+    (wanted[0].sum() + 0.3 * wanted[1].sum()).backward()  # type: ignore[union-attr]
+    (bound,) = (k.bounds[dtype] for k in TABLE["head"] if k.form == "torch")
+    pairs = [*zip(found, wanted, strict=True), *((a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))]
+    for a, b in pairs:
+        assert a is not None and b is not None
+        assert float((a - b).detach().abs().max()) <= bound * max(1.0, float(b.detach().abs().max()))
+
+
 def test_blocks_far_apart_in_size_lose_nothing() -> None:
     """Logits of a later block that are larger by thousands, and blocks that a kept set leaves empty, forward and
     backward, in float64."""
@@ -248,6 +272,7 @@ def head_peak(
     return peak_bytes(work)
 
 
+@pytest.mark.prove
 def test_memory_is_that_of_the_gradients_and_a_few_tiles() -> None:
     """At a vocabulary of 151,936 and 4,096 tokens: the gradients, four tiles, and 1/8 of the plain way at most. The
     plain way holds logits, softmax and gradient, in float32."""
