@@ -22,7 +22,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.engine.kernels import TABLE
 from posttrain.engine.logprob import logprobs
 from posttrain.engine.transform import logit_dtype
+from tests.peak import peak_bytes as cpu_peak_bytes
 
 RESULTS = Path(__file__).parent / "results" / "head.json"
 FORMS = ("compiled", "torch")
@@ -57,13 +57,7 @@ def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int:
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
-        work()
-    trace = found.profiler
-    assert trace is not None and trace.kineto_results is not None
-    changes = [(e.start_ns(), e.nbytes()) for e in trace.kineto_results.events() if e.name() == "[memory]"]
-    live = np.cumsum([n for _, n in sorted(changes, key=lambda x: x[0])])
-    return int(live.max(initial=0))
+    return cpu_peak_bytes(work)
 
 
 def measured(head: Head, inputs: tuple[Tensor, Tensor, Tensor], device: str, repeats: int) -> dict[str, float]:

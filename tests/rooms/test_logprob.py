@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.head import peak_bytes
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
 from posttrain.engine import logprob, transform
 from posttrain.engine.kernels import TABLE
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
+from tests.peak import peak_bytes
 
 M, H, V = 7, 5, 11
 
