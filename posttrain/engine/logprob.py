@@ -11,7 +11,7 @@ Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens and B ids 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,15 +26,18 @@ from posttrain.core.types import Kept
 from posttrain.engine import plain
 from posttrain.engine.kernels import Kernel, add_forms, kernel
 from posttrain.engine.logit_rules import LogitRules
-from posttrain.engine.tiles import TORCH, RunningSoftmax, TileForm, within
+from posttrain.engine.tiles import TORCH, Blocks, RunningSoftmax, TileForm, each, normalised, within
 from posttrain.engine.transform import KeptMask, KeptSets, LogitSlope, LogitTransform, logit_dtype
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "accelerator": 1 << 27}
-"""Logits (C * B) of one tile on each kind of device. 8 MiB of float32 stay near a CPU's caches; 512 MiB fill a GPU."""
+"""Logits (C * V) of one tile on each kind of device. 8 MiB of float32 stay near a CPU's caches; 512 MiB fill a GPU."""
 CHUNK_ROWS = 128
 """Fewest tokens of a tile. With fewer, reading the weight of the head costs too much per token."""
 CHUNK_IDS = 16384
-"""Most ids of one block. A smaller vocabulary is one block."""
+"""A vocabulary of at most so many ids is one block."""
+TILE = {"cpu": (256, 4096), "accelerator": (8192, 16384)}
+"""Tokens, and most ids, of a tile where the vocabulary is several blocks. On a CPU with 1 MiB of second-level cache,
+tiles of 4 MiB were the fastest at 151,936 ids."""
 
 
 def logprobs(
@@ -59,8 +62,9 @@ def logprobs(
         hidden: [M, H]. weight: [V, H]. bias: [V]. targets: [M] integer ids.
         sampling: the contract the tokens were drawn under; greedy is refused.
         kept: one set per token, exactly where `sampling.truncated`. rules: exactly where `sampling.rules`.
-        chunk: tokens of one tile; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`.
-        block: ids of one tile; None: equal blocks of at most `CHUNK_IDS`.
+        chunk: tokens of one tile; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`; of a large
+            vocabulary those of `TILE`.
+        block: ids of one tile; None: all, or of a large vocabulary equal blocks as `TILE` has them.
 
     With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H). The
     chain rule then multiplies by the derivative of each step that made z: the temperature, a repetition penalty (its
@@ -131,7 +135,7 @@ def most_probable(
     indices: list[Tensor] = []
     for _, blocks in _scored(hidden, weight, bias, transform):
         best, which = list[Tensor](), list[Tensor]()
-        for first, logp in _normalised(blocks, torch.log_softmax, single)():
+        for first, logp in normalised(blocks, torch.log_softmax, single)():
             found = logp.topk(min(k, logp.shape[1]), 1)
             best.append(found.values)
             which.append(found.indices + first)
@@ -164,7 +168,7 @@ def energies(
     out = [hidden.new_zeros(0, dtype=logit_dtype(weight.dtype))]
     for rows, blocks in _scored(hidden, weight, bias, transform):
         energy = hidden.new_zeros(rows.stop - rows.start, dtype=logit_dtype(weight.dtype))
-        for first, p in _normalised(blocks, torch.softmax, single)():
+        for first, p in normalised(blocks, torch.softmax, single)():
             place, inside = within(targets[rows, None].long() - first, p.shape[1])
             p.scatter_add_(1, place, -inside.to(p.dtype))
             energy += torch.linalg.vecdot(p, p)
@@ -197,7 +201,7 @@ def odds(
     out = [[none.new_zeros(0)], [none.new_zeros(0)], [none], [none]]
     for rows, blocks in _scored(hidden, weight, bias, transform):
         target = targets[rows, None].long()
-        logps = _normalised(_each(blocks, torch.Tensor.double), torch.log_softmax, single)
+        logps = normalised(each(blocks, torch.Tensor.double), torch.log_softmax, single)
         below, said = none.new_zeros(len(target)), none.new_zeros(len(target))
         for first, logp in logps():
             ids = torch.arange(first, first + logp.shape[1], device=logp.device)
@@ -205,7 +209,7 @@ def odds(
             said += _picked(logp, target - first)[:, 0]
         ratios, apart = none.new_zeros(len(target), len(temperatures)), none.new_zeros(len(target), len(temperatures))
         for k, t in enumerate(temperatures):
-            flatter = _normalised(_each(logps, lambda logp, t=t: logp / t), torch.log_softmax, single)
+            flatter = normalised(each(logps, lambda logp, t=t: logp / t), torch.log_softmax, single)
             for (first, q), (_, logp) in zip(flatter(), logps(), strict=True):
                 ratios[:, k] += _picked(q, target - first)[:, 0]
                 apart[:, k] += 0.5 * (q.exp() - logp.exp()).abs().sum(1)
@@ -222,18 +226,20 @@ def odds(
 def _ids(weight: Tensor) -> int:
     """Ids of one block: the vocabulary in equal parts."""
     vocabulary = weight.shape[0]
-    return -(-vocabulary // -(-vocabulary // CHUNK_IDS))
+    if vocabulary <= CHUNK_IDS:
+        return vocabulary
+    return -(-vocabulary // -(-vocabulary // min(CHUNK_IDS, TILE[_kind(weight)][1])))
 
 
 def _rows(hidden: Tensor, weight: Tensor) -> int:
     """Tokens of one tile."""
-    elements = CHUNK_ELEMENTS["cpu" if hidden.device.type == "cpu" else "accelerator"]
-    return max(CHUNK_ROWS, elements // _ids(weight))
+    if weight.shape[0] > CHUNK_IDS:
+        return TILE[_kind(weight)][0]
+    return max(CHUNK_ROWS, CHUNK_ELEMENTS[_kind(weight)] // weight.shape[0])
 
 
-Blocks = Callable[[], Iterable[tuple[int, Tensor]]]
-"""The blocks (first id, numbers [C, B]) of some tokens, from the first id to the last. They can be read again, and are
-then computed again."""
+def _kind(weight: Tensor) -> str:
+    return "cpu" if weight.device.type == "cpu" else "accelerator"
 
 
 def _scored(
@@ -257,26 +263,6 @@ def _block(
     weight: Tensor, bias: Tensor | None, first: int, width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     return weight[first : first + width].to(dtype), None if bias is None else bias[first : first + width].to(dtype)
-
-
-def _each(blocks: Blocks, change: Callable[[Tensor], Tensor]) -> Blocks:
-    return lambda: ((first, change(x)) for first, x in blocks())
-
-
-def _normalised(blocks: Blocks, soft: Callable[[Tensor, int], Tensor], single: bool) -> Blocks:
-    """`soft`, log-softmax or softmax, over all blocks. A single block is computed once and kept."""
-    if single:
-        whole = [(first, soft(z, 1)) for first, z in blocks()]
-        return lambda: whole
-    running = None
-    for _, z in blocks():
-        running = running or RunningSoftmax(z[:, 0], False)
-        running.add(slice(None), *TORCH.fold(z, False, True))
-    assert running is not None
-    norm = running.norm()[:, None]
-    if soft is torch.softmax:
-        return _each(blocks, lambda z: z.sub_(norm).exp_())
-    return _each(blocks, lambda z: z.sub_(norm))
 
 
 def _picked(x: Tensor, named: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Axis letters: C tokens of one tile, B ids of one block, K named ids of each toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -97,3 +97,30 @@ class RunningSoftmax:
 
     def entropy(self) -> Tensor | None:
         return None if self.spread is None else self.mass.log() - self.spread / self.mass
+
+
+Blocks = Callable[[], Iterable[tuple[int, Tensor]]]
+"""The blocks (first id, numbers [C, B]) of some tokens, from the first id to the last. They can be read again, and are
+then computed again."""
+
+
+def each(blocks: Blocks, change: Callable[[Tensor], Tensor]) -> Blocks:
+    """The blocks with every number changed."""
+    return lambda: ((first, change(x)) for first, x in blocks())
+
+
+def normalised(blocks: Blocks, soft: Callable[[Tensor, int], Tensor], single: bool) -> Blocks:
+    """`soft`, torch's log-softmax or softmax, over all blocks; `single`: there is one, which is computed once and
+    kept."""
+    if single:
+        whole = [(first, soft(z, 1)) for first, z in blocks()]
+        return lambda: whole
+    running = None
+    for _, z in blocks():
+        running = running or RunningSoftmax(z[:, 0], False)
+        running.add(slice(None), *fold(z, False, True))
+    assert running is not None
+    norm = running.norm()[:, None]
+    if soft is torch.softmax:
+        return each(blocks, lambda z: z.sub_(norm).exp_())
+    return each(blocks, lambda z: z.sub_(norm))
