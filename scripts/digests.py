@@ -36,6 +36,8 @@ INTENDED: dict[str, str] = {
     "recipe/sft/* *": "a recipe that the older tree does not have",
     "recipe/grpo/* *": "a recipe that the older tree does not have",
     "recipe/verifiable/* *": "its prompts, held-out tasks and steps are others, so that RL gains on held-out prompts",
+    "algorithm/top_entropy *": "it chooses tokens by their entropy, whose last bits are others",
+    "algorithm/skywork_or1 *": "its loss reads the entropy, whose last bits are others",
 }
 """Pattern (of fnmatch) over `RUN PART` of the newer take -> why it may differ."""
 

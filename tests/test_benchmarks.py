@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import grpo_work
+from benchmarks import grpo_work, head
 from benchmarks.side import ROOT, Worker
 
 SMALL = grpo_work.Size(hidden=32, layers=1, heads=2, kv_heads=2, ffn=64, search=1, tries=1, repeats=1)
@@ -45,3 +45,11 @@ def test_rollout_plays(tmp_path: Path, do: str, regime: str | int) -> None:
         assert ours.listen()["load_seconds"] > 0
         told = ours.timed(do=do, regime=regime, requests=6, salt=1)
         assert told["spoken"] > 0 and told["seconds"] > 0 and told["extra"]["gauges"]["engine/positions_linear"]
+
+
+def test_the_head_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["head.py", "--quick"])
+    head.main()
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert {(x["vocabulary"], x["form"]) for x in told} == {(v, f) for v in (258, 20_000) for f in ("torch", "naive")}
+    assert all(x["forward_backward"] > x["forward"] > 0 and x["peak_mib"] > 0 for x in told)
