@@ -62,14 +62,11 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     def shards(self: Any) -> Any:
-        import torch
-
         from posttrain.engine.adapter import layers
 
-        with torch.no_grad():
-            for layer in layers(self.policy.module).values():
-                layer.merge()
-                layer.unmerge()
+        for layer in layers(self.policy.module).values():
+            layer.merge()
+            layer.unmerge()
         return real(self)
 
     return shards

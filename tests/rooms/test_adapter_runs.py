@@ -19,6 +19,8 @@ from posttrain.engine.models import load_policy
 from posttrain.engine.saved_adapter import saved_adapter
 from tests.rooms.engine_parts import packed, tiny
 
+pytestmark = pytest.mark.prove
+
 SMALL = (
     *("rl.prompts=2", "rl.siblings=4", "rl.sampling.max_tokens=6", "evaluation.samples=1", "env.heldout=2"),
     *("rl.eval_every=0", "rl.checkpoint_every=2", "slots=8", "threads=1", "rl.optimizer.lr=0.01"),
@@ -70,7 +72,6 @@ def same(one: Path, two: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-@pytest.mark.prove
 def test_a_run_goes_on_bit_for_bit(train: Train, model: Path, tmp_path: Path) -> None:
     straight, cut = train(model, tmp_path / "a", 4), train(model, tmp_path / "b", 2)
     assert not same(straight, cut)
@@ -78,7 +79,6 @@ def test_a_run_goes_on_bit_for_bit(train: Train, model: Path, tmp_path: Path) ->
     assert same(straight, cut)
 
 
-@pytest.mark.prove
 def test_checkpoints_hold_the_adapter_alone_and_the_record_its_base(train: Train, model: Path, tmp_path: Path) -> None:
     run = train(model, tmp_path / "a", 2, "pull=kl", "pull.coef=0.1")
     held = weights(run)
@@ -92,7 +92,6 @@ def test_checkpoints_hold_the_adapter_alone_and_the_record_its_base(train: Train
     assert steps(run)[-1].gauges["policy/kl_reference"].count > 0
 
 
-@pytest.mark.prove
 def test_another_base_is_refused(train: Train, model: Path, tmp_path: Path) -> None:
     import shutil
 
@@ -107,7 +106,6 @@ def test_another_base_is_refused(train: Train, model: Path, tmp_path: Path) -> N
             verb()
 
 
-@pytest.mark.prove
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_branch_goes_on_with_the_adapter(train: Train, full: Path, model: Path, tmp_path: Path, kept: bool) -> None:
     """`kept`: the base is another run's, so the folder keeps it, and goes on without the other one."""
@@ -123,7 +121,6 @@ def test_a_branch_goes_on_with_the_adapter(train: Train, full: Path, model: Path
         train(first, tmp_path / "c", 2, lora=["model.lora.rank=2"])
 
 
-@pytest.mark.prove
 def test_what_is_exported_computes_what_was_train(train: Train, model: Path, tmp_path: Path) -> None:
     run = train(model, tmp_path / "a", 2)
     merged, adapter = posttrain.export(run, tmp_path / "m"), posttrain.export(run, tmp_path / "p", adapter=True)
@@ -137,7 +134,6 @@ def test_what_is_exported_computes_what_was_train(train: Train, model: Path, tmp
     )
 
 
-@pytest.mark.prove
 def test_a_run_of_all_weights_has_no_adapter_to_export(full: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave --adapter out"):
         posttrain.export(full, tmp_path / "x", adapter=True)
