@@ -163,7 +163,7 @@ def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
     return [np.array(b, np.int64) for b in out]
 
 
-class Spread(torch.autograd.Function):
+class SpreadRows(torch.autograd.Function):
     """Rows [N, ...] to padded rows [R, ...]. `to` [R] is the source of each padded row, `back` [N] the
     place of each row in them.
 
@@ -182,8 +182,8 @@ class Spread(torch.autograd.Function):
         return grads[0].index_select(0, back), None, None
 
 
-class Collect(torch.autograd.Function):
-    """The inverse of `Spread`: padded rows [R, ...] to rows [N, ...]. Padding rows get gradient zero."""
+class CollectRows(torch.autograd.Function):
+    """The inverse of `SpreadRows`: padded rows [R, ...] to rows [N, ...]. Padding rows get gradient zero."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, back: Tensor) -> Tensor:
@@ -274,10 +274,10 @@ class PackedLayout:
             out.append(attended.transpose(1, 2).flatten(0, 1))
             row += count * longest
         rows = out[0] if len(out) == 1 else torch.cat(out)
-        return (Collect.apply(rows, self._back) if self._moved else rows).unsqueeze(0)
+        return (CollectRows.apply(rows, self._back) if self._moved else rows).unsqueeze(0)
 
     def _spread(self, rows: Tensor) -> Tensor:
-        return Spread.apply(rows, self._to, self._back) if self._moved else rows
+        return SpreadRows.apply(rows, self._to, self._back) if self._moved else rows
 
     def _mask(self, longest: int, window: int) -> Tensor:
         """bool [L, L]: key j is seen by query i where 0 <= i - j < window."""

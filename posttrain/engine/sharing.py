@@ -14,7 +14,7 @@ from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import InvariantError
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.readout import ReadOut
-from posttrain.engine.tree import PrefixTree, TreeLayout
+from posttrain.engine.tree import SharedTree, TreeLayout
 
 WORTH = 0.1
 """Least share of the positions that must be saved; below it the segments are computed as they are."""
@@ -70,17 +70,17 @@ class Sharing:
             self._proved = True
         return _rows(self._shared(packed.ids_N, packed.positions_N, tree), tree.place_N[packed.source_M])
 
-    def _tree(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> PrefixTree | None:
+    def _tree(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree | None:
         if len(lengths_S) < 2:
             return None
-        tree = PrefixTree.of(ids_N, lengths_S)
+        tree = SharedTree.of(ids_N, lengths_S)
         return tree if tree.saving >= WORTH else None
 
     def _plain(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> Tensor:
         at = np.concatenate([np.arange(n) for n in lengths_S])
         return self._out.hidden(self._to(ids_N), self._to(at), PackedLayout(lengths_S, kernels=self._kernels))
 
-    def _shared(self, ids_N: np.ndarray, positions_N: np.ndarray, tree: PrefixTree) -> Tensor:
+    def _shared(self, ids_N: np.ndarray, positions_N: np.ndarray, tree: SharedTree) -> Tensor:
         """[U, H]"""
         layout = TreeLayout(tree, kernels=self._kernels)
         return self._out.hidden(self._to(ids_N[tree.first_U]), self._to(positions_N[tree.first_U]), layout)
@@ -92,7 +92,7 @@ class Sharing:
             InvariantError: they differ by more than rounding.
         """
         ids, lengths = _few(packed)
-        tree, at = PrefixTree.of(ids, lengths), np.concatenate([np.arange(n) for n in lengths])
+        tree, at = SharedTree.of(ids, lengths), np.concatenate([np.arange(n) for n in lengths])
         trained = [p for p in self._out.decoder.parameters() if p.requires_grad]
         with torch.enable_grad():
             shared = self._shared(ids, at, tree)[self._to(tree.place_N)]
@@ -133,7 +133,7 @@ def _few(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
     ends = np.cumsum(packed.lengths_S)
     parts = [packed.ids_N[a:b] for a, b in zip(ends - packed.lengths_S, ends, strict=True)]
     parts.sort(key=lambda x: x.astype(">u4").tobytes())
-    best = max(range(1, len(parts)), key=lambda i: PrefixTree.of(*_joined(parts[i - 1 : i + 1])).saving)
+    best = max(range(1, len(parts)), key=lambda i: SharedTree.of(*_joined(parts[i - 1 : i + 1])).saving)
     chosen = parts[best - 1 : best + 1]
     for part in parts[best + 1 :]:
         if sum(map(len, chosen)) + len(part) > PROOF:

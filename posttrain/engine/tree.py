@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
-from posttrain.engine.attention import WASTE, Collect, Spread, buckets
+from posttrain.engine.attention import WASTE, CollectRows, SpreadRows, buckets
 from posttrain.engine.kernels import kernel
 
 LEAST = 8
@@ -43,7 +43,7 @@ class TreeRun:
 
 
 @dataclass(frozen=True, eq=False)
-class PrefixTree:
+class SharedTree:
     """The unique positions of packed segments."""
 
     first_U: np.ndarray
@@ -58,7 +58,7 @@ class PrefixTree:
         return 1 - len(self.first_U) / len(self.place_N)
 
     @staticmethod
-    def of(ids_N: np.ndarray, lengths_S: np.ndarray) -> PrefixTree:
+    def of(ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree:
         """The tree of these segments. The order of the segments changes only the order of the unique positions."""
         ends = np.cumsum(lengths_S)
         starts = ends - lengths_S
@@ -75,7 +75,7 @@ class PrefixTree:
             if own:
                 runs.append(TreeRun(count, own, above.copy()))
             count, before = count + own, s
-        return PrefixTree(np.concatenate(first), place_N, tuple(runs))
+        return SharedTree(np.concatenate(first), place_N, tuple(runs))
 
 
 def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
@@ -170,10 +170,10 @@ class _Bucket:
 
 
 class TreeLayout:
-    """An attention layout over the unique positions of a `PrefixTree`: each run attends to what is above it, and to
+    """An attention layout over the unique positions of a `SharedTree`: each run attends to what is above it, and to
     itself causally. It is differentiable, and exact for every tree."""
 
-    def __init__(self, tree: PrefixTree, *, waste: float = WASTE, kernels: KernelChoice = "auto") -> None:
+    def __init__(self, tree: SharedTree, *, waste: float = WASTE, kernels: KernelChoice = "auto") -> None:
         self.positions = len(tree.first_U)
         self._kernels: KernelChoice = kernels
         to, back, row = list[np.ndarray](), np.empty(self.positions, np.int64), 0
@@ -211,7 +211,7 @@ class TreeLayout:
             for bucket in self._buckets:
                 bucket.to(query.device)
         keys, values = (x[0].transpose(0, 1) for x in (key, value))
-        q, k, v = (Spread.apply(x, self._to, self._back) for x in (query[0].transpose(0, 1), keys, values))
+        q, k, v = (SpreadRows.apply(x, self._to, self._back) for x in (query[0].transpose(0, 1), keys, values))
         attention = kernel("attention", query.device, query.dtype, self._kernels).function
         out, row = list[Tensor](), 0
         for b in self._buckets:
@@ -225,7 +225,7 @@ class TreeLayout:
             attended = attention(q_BHLD, k_BKTD, v_BKTD, mask, scaling, softcap)
             out.append(attended.transpose(1, 2).flatten(0, 1))
             row += size
-        return Collect.apply(torch.cat(out), self._back).unsqueeze(0)
+        return CollectRows.apply(torch.cat(out), self._back).unsqueeze(0)
 
     def _mask(self, longest: int, deep: int, window: int | None) -> Tensor | None:
         """bool [L, A + L]: key j, at depth j, is seen by query i, at depth A + i; None: plainly causal."""

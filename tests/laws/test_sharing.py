@@ -22,7 +22,7 @@ from posttrain.engine.attention import PackedLayout
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.readout import read_out
-from posttrain.engine.tree import LEAST, PrefixTree, TreeLayout
+from posttrain.engine.tree import LEAST, SharedTree, TreeLayout
 from tests.rooms.engine_parts import ALPHABET, ARCHS, tiny
 
 
@@ -69,7 +69,7 @@ def test_the_tree_holds_every_segment_once(seed: int, prompts: int, siblings: in
     parts = forest(seed, prompts, siblings)
     ids, lengths = np.concatenate(parts), np.array([len(x) for x in parts])
     at = np.concatenate([np.arange(n) for n in lengths])
-    found = PrefixTree.of(ids, lengths)
+    found = SharedTree.of(ids, lengths)
     assert np.array_equal(ids[found.first_U][found.place_N], ids)
     assert np.array_equal(at[found.first_U][found.place_N], at)
     whole = {tuple(x[: n + 1].tolist()) for x in parts for n in range(len(x))}
@@ -85,14 +85,14 @@ def test_siblings_of_one_prompt_share_all_of_it() -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 24, 40)
     parts = [np.append(prompt, [i, *rng.integers(0, 24, 39)]).astype(np.int32) for i in range(16)]
-    found = PrefixTree.of(np.concatenate(parts), np.full(16, 80))
+    found = SharedTree.of(np.concatenate(parts), np.full(16, 80))
     assert len(found.first_U) == 40 + 16 * 40 and found.saving == pytest.approx(1 - 680 / 1280)
 
 
 @pytest.mark.parametrize("alike", [LEAST - 1, LEAST])
 def test_a_few_tokens_are_not_worth_it(alike: int) -> None:
     parts = [np.r_[np.zeros(alike), np.full(30, 1 + i)].astype(np.int32) for i in range(2)]
-    assert (PrefixTree.of(np.concatenate(parts), np.array([len(x) for x in parts])).saving > 0) is (alike >= LEAST)
+    assert (SharedTree.of(np.concatenate(parts), np.array([len(x) for x in parts])).saving > 0) is (alike >= LEAST)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -104,7 +104,7 @@ def test_hidden_states_and_gradients_are_those_without_sharing(arch: str, seed: 
     out, parts = read_out(module), forest(seed)
     ids, lengths = np.concatenate(parts), np.array([len(x) for x in parts])
     at = np.concatenate([np.arange(n) for n in lengths])
-    found = PrefixTree.of(ids, lengths)
+    found = SharedTree.of(ids, lengths)
     alone = out.hidden(longs(ids), longs(at), PackedLayout(lengths))
     shared = out.hidden(longs(ids[found.first_U]), longs(at[found.first_U]), TreeLayout(found))[longs(found.place_N)]
     torch.testing.assert_close(shared, alone, rtol=1e-6, atol=1e-10 if arch == "gpt2" else 1e-6)
@@ -125,7 +125,7 @@ def test_attention_alone_is_exact(window: int | None, softcap: float | None, was
     """With grouped heads, a sliding window, a soft-cap and any padding, in float64."""
     parts = forest(7, prompts=4)
     ids, lengths = np.concatenate(parts), np.array([len(x) for x in parts])
-    found = PrefixTree.of(ids, lengths)
+    found = SharedTree.of(ids, lengths)
     generator = torch.Generator().manual_seed(0)
     given_U = [
         torch.randn(1, heads, len(found.first_U), 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)
@@ -180,7 +180,7 @@ def leak(layout: type[TreeLayout]) -> Callable[..., Any]:
 def late(real: Callable[..., Any]) -> Callable[..., Any]:
     """Positions that begin again at 0 behind the shared beginning."""
 
-    def shared(self: Any, ids_N: np.ndarray, positions_N: np.ndarray, found: PrefixTree) -> Any:
+    def shared(self: Any, ids_N: np.ndarray, positions_N: np.ndarray, found: SharedTree) -> Any:
         wrong = positions_N.copy()
         starts = {r.start: len(r.above) for r in found.runs}
         for start, deep in starts.items():
@@ -213,5 +213,5 @@ def test_switched_off_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None
     def never(*_: Any) -> Any:
         raise AssertionError("a tree was made")
 
-    monkeypatch.setattr(PrefixTree, "of", never)
+    monkeypatch.setattr(SharedTree, "of", never)
     HFLearner(replace(policy(), share_prefixes=False)).score(batch(forest(3)))
