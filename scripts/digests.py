@@ -38,6 +38,8 @@ INTENDED: dict[str, str] = {
     "recipe/verifiable/* *": "its prompts, held-out tasks and steps are others, so that RL gains on held-out prompts",
     "algorithm/top_entropy *": "it chooses tokens by their entropy, whose last bits are others",
     "algorithm/skywork_or1 *": "its loss reads the entropy, whose last bits are others",
+    "* record/*/gauge/learner/*": "a gauge that the older tree does not have",
+    "option/micro_tokens *": "its micro-batches hold other sequences, so sums of their gradients are rounded otherwise",
 }
 """Pattern (of fnmatch) over `RUN PART` of the newer take -> why it may differ."""
 
