@@ -188,8 +188,8 @@ class Packed:
         return self.cut([np.array(p) for p in parts])
 
     def bins(self, max_tokens: int) -> list[np.ndarray]:
-        """Episodes of each micro-batch: whole units, at most `max_tokens` packed tokens (one unit may exceed it), packed
-        into few with units that begin alike together (`core.bins`)."""
+        """Episodes of each micro-batch: whole units, at most `max_tokens` packed tokens (one unit may exceed it). They
+        are few, and units that begin alike are together (`core.bins`)."""
         sizes = self._sizes_E()
         if sizes.sum() <= max_tokens:
             return [np.arange(self.episodes)]
