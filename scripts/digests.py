@@ -45,8 +45,8 @@ INTENDED: dict[str, str] = {
 
 Parts = dict[str, list[str]]
 """Name of a part -> one short digest for each step, file or checkpoint it has, in order."""
-CLOCKS = ("seconds", "roles")
-"""What a stage's result says of time."""
+CLOCKS = ("seconds", "roles", "peaks")
+"""What a stage's result says of time and memory."""
 CLOCK_TIME = re.compile(r"\b\d+\.\d+ s\b")
 """How long a program ran, in the words of its verdict."""
 REWARDS = "def spread(task, text: str) -> float:\n    return sum(text.encode()) % 7 / 7\n"
@@ -230,6 +230,7 @@ def _record(folder: Path) -> Iterator[tuple[str, str]]:
         step = json.loads(line)
         stage, index = step.pop("stage"), step["index"]
         del step["clock"]
+        step.pop("memory", None)
         for gauge, value in step.pop("gauges").items():
             yield f"record/{stage}/gauge/{gauge}", f"{index}:{short(value)}"
         for part, value in step.items():
