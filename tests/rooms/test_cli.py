@@ -150,6 +150,7 @@ def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.C
             "max_tokens": None,
             "temperature": 0.5,
             "trust": False,
+            "ema": False,
             "remote": EndpointOptions(),
         },
     )
