@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 NAME = "default"
 """Name of the adapter inside PEFT's layers."""
+MERGE_ROUNDINGS = 4.0
+"""Roundings of a weight in a merge: of the product, of the sum, of the norm (DoRA), and one more."""
 
 
 def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
@@ -181,6 +183,27 @@ def _merged_layer(layer: nn.Module) -> nn.Module:
     except ValueError as error:
         raise EngineError(f"the adapter cannot be merged: {error}. Go on from an earlier checkpoint") from error
     return alone.get_base_layer()
+
+
+def merge_error(layer: nn.Module, plain: nn.Module) -> float:
+    """How far a plain layer is from a layer with an adapter, in units of what rounding allows: at most 1 where the
+    adapter was merged once into the weights beneath it.
+
+    Both compute the same random inputs in float64. Each weight may be wrong by `MERGE_ROUNDINGS` roundings of its own
+    type, which is how merging and storing it can change it.
+    """
+    own: Any = copy.deepcopy(layer).double()
+    other: Any = copy.deepcopy(plain).double()
+    stored: Any = getattr(plain, "weight")  # noqa: B009 (typed as any module)
+    generator = torch.Generator().manual_seed(0)
+    axis = 0 if isinstance(plain, Conv1D) else 1
+    x = torch.randn(8, stored.shape[axis], generator=generator, dtype=torch.float64).to(stored.device)
+    with torch.no_grad():
+        apart = (own(x) - other(x)).abs()
+        size = other.weight.abs() + own.get_base_layer().weight.abs()
+        allowed = MERGE_ROUNDINGS * torch.finfo(stored.dtype).eps * (x.abs() @ (size if axis == 0 else size.T))
+        ratio = torch.where(apart.isfinite(), apart / allowed.clamp_min(1e-300), torch.inf)
+    return float(ratio.max())
 
 
 def without_adapters(module: PreTrainedModel) -> PreTrainedModel:
