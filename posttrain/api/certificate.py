@@ -7,7 +7,7 @@ user gets from the files. All differences are collected; the first one is what t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from posttrain.api.recorded_prompts import ComparedPrompt, generated_prompts, recorded_prompts, rendered
 from posttrain.core.batch import Packed
-from posttrain.core.certificate import Comparison, ExportCertificate, first_unlike
+from posttrain.core.certificate import ExportCertificate, ExportComparison, first_unlike
 from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.errors import ConfigError
 from posttrain.core.machine import free_memory
@@ -95,6 +95,7 @@ def certify(policy: Policy, exported: ExportedRun, written: Path) -> ExportCerti
         _same_ids(policy, again, prompts, exported.history, "recorded" if recorded else "generated"),
         _equal("stop tokens", len(policy.stop_ids), "ids", sorted(policy.stop_ids), sorted(again.stop_ids)),
         _from_checkpoint(learner, exported),
+        *_fingerprint(learner, exported),
         _same_weights(policy, again, bool(exported.base)),
     ]
     if _same_shapes(policy, again):
@@ -122,13 +123,13 @@ def _versions(peft: bool) -> dict[str, str]:
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def _equal(what: str, count: int, unit: str, ours: Any, theirs: Any) -> Comparison:
-    return Comparison(what, count, unit, "" if ours == theirs else f"{theirs}, and {ours} in the run")
+def _equal(what: str, count: int, unit: str, ours: Any, theirs: Any) -> ExportComparison:
+    return ExportComparison(what, count, unit, "" if ours == theirs else f"{theirs}, and {ours} in the run")
 
 
 def _same_ids(
     policy: Policy, again: ReloadedModel, prompts: Sequence[ComparedPrompt], history: History, source: str
-) -> Comparison:
+) -> ExportComparison:
     """The prompts, rendered with the tokenizer and template that were read back, give the run's ids."""
     as_read, unlike = 0, ""
     for p in prompts:
@@ -139,7 +140,9 @@ def _same_ids(
         as_read += np.array_equal(ours, p.ids)
         if not unlike and not np.array_equal(ours, theirs):
             unlike = f"prompt {p.name!r} {_first_difference(ours, theirs)}"
-    return Comparison("ids of prompts", len(prompts), f"{source} prompts", unlike, notes={"as_recorded": int(as_read)})
+    return ExportComparison(
+        "ids of prompts", len(prompts), f"{source} prompts", unlike, notes={"as_recorded": int(as_read)}
+    )
 
 
 def _first_difference(ours: np.ndarray, theirs: np.ndarray | str) -> str:
@@ -155,29 +158,36 @@ def _first_difference(ours: np.ndarray, theirs: np.ndarray | str) -> str:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def _from_checkpoint(learner: HFLearner, exported: ExportedRun) -> Comparison:
+def _from_checkpoint(learner: HFLearner, exported: ExportedRun) -> ExportComparison:
     """The policy holds the weights (or the averages) of the checkpoint's files, bit for bit."""
     folder, wrong = exported.checkpoint.folder, list[str]()
-    with safe_open(folder / WEIGHTS, "pt") as weights:
-        names, asked = {*weights.keys()}, {n: weights.get_tensor for n in weights.keys()}
-        with safe_open(folder / (OPTIMIZER if exported.ema else WEIGHTS), "pt") as averages:
-            if exported.ema:
-                kept = [n for n in averages.keys() if n.startswith(AVERAGE)]
-                asked |= {n.removeprefix(AVERAGE): _reader(averages.get_tensor, n) for n in kept}
-            for name, tensor in learner.parameters().items():
-                there = asked[name](name) if name in names else None
-                if there is None or not torch.equal(there.to(tensor.device, tensor.dtype), tensor.detach()):
-                    wrong.append(name)
+    with safe_open(folder / WEIGHTS, "pt") as weights, safe_open(folder / _averages(exported), "pt") as averages:
+        held = [n.removeprefix(AVERAGE) for n in [*averages.keys()] if n.startswith(AVERAGE)]
+        names = {*weights.keys()}
+        for name, tensor in learner.parameters().items():
+            file, key = (averages, AVERAGE + name) if name in held else (weights, name)
+            if name not in names or not torch.equal(
+                file.get_tensor(key).to(tensor.device, tensor.dtype), tensor.detach()
+            ):
+                wrong.append(name)
     which = "moving averages" if exported.ema else "weights"
     unlike = f"{first_unlike(wrong)} are not the {which} of the checkpoint" if wrong else ""
-    return Comparison(f"{which} of checkpoint {exported.checkpoint.name}", len(names), "tensors", unlike)
+    return ExportComparison(f"{which} of checkpoint {exported.checkpoint.name}", len(names), "tensors", unlike)
 
 
-def _reader(get: Callable[[str], Any], name: str) -> Callable[[str], Any]:
-    return lambda _: get(name)
+def _averages(exported: ExportedRun) -> str:
+    return OPTIMIZER if exported.ema else WEIGHTS
 
 
-def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> Comparison:
+def _fingerprint(learner: HFLearner, exported: ExportedRun) -> list[ExportComparison]:
+    """The weights are those that the trainer saw when it wrote the checkpoint. Averages have no fingerprint there."""
+    then = exported.checkpoint.state.get("weights")
+    if exported.ema or not then:
+        return []
+    return [_equal("fingerprint in the checkpoint", 1, "fingerprint", then, learner.fingerprint())]
+
+
+def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> ExportComparison:
     """The tensors that were read back are those of the policy, bit for bit. Of a merged adapter: the layers with an
     adapter compute what they computed unmerged, up to rounding, and all other tensors are equal.
 
@@ -200,16 +210,18 @@ def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> Comparis
             f"{worst} is not the run's layer with its adapter merged once ({errors[worst]:.3g} times what rounding"
             " allows)"
         )
-    return Comparison("weights read back", len(theirs), "tensors", unlike, errors[worst], 1.0, {"merged": len(layers)})
+    return ExportComparison(
+        "weights read back", len(theirs), "tensors", unlike, errors[worst], 1.0, {"merged": len(layers)}
+    )
 
 
-def _equal_tensors(what: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> Comparison:
+def _equal_tensors(what: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> ExportComparison:
     wrong = [
         n
         for n in sorted({*ours, *theirs})
         if n not in ours or n not in theirs or ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])
     ]
-    return Comparison(what, len(ours), "tensors", f"{first_unlike(wrong)} differ from the run" if wrong else "")
+    return ExportComparison(what, len(ours), "tensors", f"{first_unlike(wrong)} differ from the run" if wrong else "")
 
 
 def _same_shapes(policy: Policy, again: ReloadedModel) -> bool:
@@ -223,7 +235,7 @@ def _same_shapes(policy: Policy, again: ReloadedModel) -> bool:
 
 def _same_words(
     policy: Policy, learner: HFLearner, again: ReloadedModel, prompts: Sequence[ComparedPrompt]
-) -> list[Comparison]:
+) -> list[ExportComparison]:
     """Greedy answers and log-probs. The answers are those of the model that was read back. The run gives the same ones
     where its most probable token is the next token of the answer after each of its beginnings."""
     most = max(1, min(ANSWER, policy.context // 2))
@@ -244,7 +256,7 @@ def _same_words(
             f" {bound.worst:.2g}; mean {gap.mean:.3g}, bound {bound.mean:.2g})"
         )
     notes = {"mean": gap.mean, "mean_bound": bound.mean, "nats": True}
-    scores = Comparison("log-probs", len(ours), "tokens", unlike, gap.worst, bound.worst, notes)
+    scores = ExportComparison("log-probs", len(ours), "tokens", unlike, gap.worst, bound.worst, notes)
     return [_same_answers(learner, packed, starts, answers, policy.stop_ids, 2 * bound.worst), scores]
 
 
@@ -263,7 +275,7 @@ def _same_answers(
     answers: Sequence[np.ndarray],
     stop_ids: Sequence[int],
     bound: float,
-) -> Comparison:
+) -> ExportComparison:
     """Token by token. Where two tokens are equally probable up to rounding, either may be said (`ties`)."""
     top, said = learner.top(packed, 1), learner.score(packed)
     counts, unlike, ties, at = 0, "", 0, 0
@@ -282,4 +294,4 @@ def _same_answers(
             )
         if not unlike and np.isin(answer[:-1], stop_ids).any():
             unlike = "an answer goes on after a stop token of the run"
-    return Comparison("greedy answers", counts, "tokens", unlike, notes={"ties": ties, "answers": len(answers)})
+    return ExportComparison("greedy answers", counts, "tokens", unlike, notes={"ties": ties, "answers": len(answers)})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from posttrain.api.branch import run_source
+from posttrain.api.origin import local_names, stage_of, stages_to
 from posttrain.core import files, provenance
 from posttrain.core.abilities import declared
 from posttrain.core.certificate import LINEAGE
@@ -17,7 +18,6 @@ from posttrain.core.env import Env
 from posttrain.core.errors import PosttrainError, RunFolderError
 from posttrain.core.given import file_digest
 from posttrain.core.lineage import SCHEMA, LineageLink, chain, check_links, lineage_data, links_from, read_lineage
-from posttrain.api.origin import local_names, stage_of, stages_to
 from posttrain.core.ports import Environment
 from posttrain.core.reader import RunFile, is_run, run_file, steps
 from posttrain.core.run import Reinforce, Run
@@ -87,9 +87,7 @@ def _bases(run: Run, facts: Mapping[str, Any], words: Mapping[str, str]) -> tupl
     )
     if saved is None:
         return (base,)
-    kept = LineageLink(
-        kind="adapter", name=_model_name(path), weights=facts["weights"], began=facts["base"], **words
-    )
+    kept = LineageLink(kind="adapter", name=_model_name(path), weights=facts["weights"], began=facts["base"], **words)
     return base, kept
 
 

@@ -194,7 +194,9 @@ def _links(links: Sequence[LineageLink]) -> list[str]:
     rows = ["", "| record | steps | weights | tokenizer | template |", "|---|---:|---|---|---|"]
     for link in links:
         stages: Any = link.about.get("stages")
-        taken = " + ".join(str(s.get("steps")) for s in stages if isinstance(s, dict)) if isinstance(stages, list) else ""
+        taken = (
+            " + ".join(str(s.get("steps")) for s in stages if isinstance(s, dict)) if isinstance(stages, list) else ""
+        )
         rows.append(
             f"| {link.kind} {code(link.name)} | {code(taken) if taken else ''} |"
             f" {' | '.join(code(x or '-') for x in (link.weights, link.tokenizer, link.template))} |"

@@ -27,7 +27,7 @@ from posttrain.controller.stages.progress import StageResult
 from posttrain.core.book import Book
 from posttrain.core.certificate import LINEAGE
 from posttrain.core.checkpoint import Checkpoint
-from posttrain.core.errors import RunFolderError
+from posttrain.core.errors import DataError, RunFolderError
 from posttrain.core.files import disk_full_is_reported
 from posttrain.core.given import DATA
 from posttrain.core.ports import Tracker
@@ -144,9 +144,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         if request.objects.data:
             book.beside(DATA, request.objects.write_data)
         notes = (*notes, *remember_run(folder, run))
-    begun_from = "" if request.checkpoint is None else request.checkpoint.name
-    with disk_full_is_reported(book.folder / LINEAGE, lambda: "Nothing was lost"):
-        write_lineage(book.folder, begun_from)
+    notes = (*notes, *note_session(book, request.checkpoint))
     trackers = start_trackers(run, policy, book)
     terminal = Terminal(run)
     cleanup.callback(lambda: terminal.close({}))
@@ -173,6 +171,17 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         terminal.say(resume_line(run, progress, book.folder))
     kept = checkpoint.folder if checkpoint is not None else None
     return RunSession(run, book, parts, policy, terminal, progress, kept, quiet, Stopper(), cleanup)
+
+
+def note_session(book: Book, checkpoint: Checkpoint | None) -> tuple[str, ...]:
+    """Write the lineage record of a run that begins or goes on. Where it cannot be made, that is a line for people: the
+    run may go on, and it is refused where its weights are exported or taken by another run."""
+    try:
+        with disk_full_is_reported(book.folder / LINEAGE, lambda: "Nothing was lost"):
+            write_lineage(book.folder, "" if checkpoint is None else checkpoint.name)
+    except (RunFolderError, DataError) as error:
+        return (f"no lineage record was written: {error}",)
+    return ()
 
 
 def session_policy(request: RunRequest) -> Policy:

@@ -30,7 +30,7 @@ FREE = (CERTIFICATE, FAILED)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ExportComparison:
     """One thing that was compared. `unlike` says the first difference; '' where there is none."""
 
     what: str
@@ -56,7 +56,7 @@ class ExportCertificate:
     run: str
     """Identity of the run."""
     checkpoint: str
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[ExportComparison, ...]
     weights: str
     """Fingerprint of the tensors as they were read back."""
     tokenizer: str

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,7 +102,7 @@ def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = Data
     Raises:
         error: two links have other tokenizers, other chat templates, or other weights.
     """
-    for before, link in zip(links, links[1:], strict=False):
+    for before, link in pairwise(links):
         _same_text(before, link, "tokenizer", "its token ids mean other text", error)
         _same_text(before, link, "template", "a conversation becomes other tokens", error)
         known = before.weights and link.began and before.dtype == link.dtype
@@ -113,9 +114,7 @@ def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = Data
             )
 
 
-def _same_text(
-    before: LineageLink, link: LineageLink, what: str, means: str, error: type[PosttrainError]
-) -> None:
+def _same_text(before: LineageLink, link: LineageLink, what: str, means: str, error: type[PosttrainError]) -> None:
     one, two = getattr(before, what), getattr(link, what)
     if one and two and one != two:
         name = "chat template" if what == "template" else what

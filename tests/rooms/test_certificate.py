@@ -28,6 +28,8 @@ from posttrain.engine import adapter, models
 from posttrain.engine.models import Policy
 from tests.tiny import MODEL, tiny_run
 
+pytestmark = pytest.mark.prove
+
 
 def short(model: Model = MODEL, ema: float = 0.0, **more: Any) -> Run:
     """SFT and one RL step, at a rate that moves the weights far."""
@@ -249,6 +251,15 @@ def test_an_adapter_that_does_not_arrive_is_refused(
 
     monkeypatch.setattr(exporting, "write_adapter", zeros)
     with pytest.raises(InvariantError, match="differ from the run"):
+        posttrain.export(lora, tmp_path / "m", adapter=True)
+
+
+def test_an_adapter_over_weights_into_which_it_was_merged_is_refused(
+    lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged = Path(posttrain.export(lora, tmp_path / "merged"))
+    monkeypatch.setattr(exporting, "adapter_base", lambda folder: str(merged))
+    with pytest.raises(InvariantError, match=r"weights read back: model.* differ from the run"):
         posttrain.export(lora, tmp_path / "m", adapter=True)
 
 
