@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
 NAME = "default"
 """Name of the adapter inside PEFT's layers."""
-MERGE_ROUNDINGS = 4.0
-"""Roundings of a weight in a merge: of the product, of the sum, of the norm (DoRA), and one more."""
+MERGE_BOUND = 6.0
+"""Allowed error of an output of a merged layer, in machine epsilons of the weights' type, per root of the sum of
+(input x weight)^2. A weight is rounded at most three times (product, sum, storing), each time by at most half an epsilon
+and with signs that do not depend on each other, so this is 12 standard deviations at least. A wrong norm (DoRA) is
+wrong for all weights of a row alike, and stays below it too."""
 
 
 def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
@@ -189,8 +192,7 @@ def merge_error(layer: nn.Module, plain: nn.Module) -> float:
     """How far a plain layer is from a layer with an adapter, in units of what rounding allows: at most 1 where the
     adapter was merged once into the weights beneath it.
 
-    Both compute the same random inputs in float64. Each weight may be wrong by `MERGE_ROUNDINGS` roundings of its own
-    type, which is how merging and storing it can change it.
+    Both compute the same random inputs in float64. `MERGE_BOUND` says what rounding may change.
     """
     own: Any = copy.deepcopy(layer).double()
     other: Any = copy.deepcopy(plain).double()
@@ -200,8 +202,9 @@ def merge_error(layer: nn.Module, plain: nn.Module) -> float:
     x = torch.randn(8, stored.shape[axis], generator=generator, dtype=torch.float64).to(stored.device)
     with torch.no_grad():
         apart = (own(x) - other(x)).abs()
-        size = other.weight.abs() + own.get_base_layer().weight.abs()
-        allowed = MERGE_ROUNDINGS * torch.finfo(stored.dtype).eps * (x.abs() @ (size if axis == 0 else size.T))
+        squares = other.weight**2 + own.get_base_layer().weight ** 2
+        size = (x**2 @ (squares if axis == 0 else squares.T)).sqrt()
+        allowed = MERGE_BOUND * torch.finfo(stored.dtype).eps * size
         ratio = torch.where(apart.isfinite(), apart / allowed.clamp_min(1e-300), torch.inf)
     return float(ratio.max())
 
