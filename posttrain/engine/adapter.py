@@ -28,9 +28,9 @@ NAME = "default"
 """Name of the adapter inside PEFT's layers."""
 MERGE_BOUND = 6.0
 """Allowed error of an output of a merged layer, in machine epsilons of the weights' type, per root of the sum of
-(input x weight)^2. A weight is rounded at most three times (product, sum, storing), each time by at most half an epsilon
-and with signs that do not depend on each other, so this is 12 standard deviations at least. A wrong norm (DoRA) is
-wrong for all weights of a row alike, and stays below it too."""
+(input x weight)^2. A weight is rounded at most three times (product, sum, storing), each time by at most half an
+epsilon, and the signs do not depend on each other: this is 12 standard deviations at least. A norm that was rounded
+(DoRA) is wrong for all weights of a row alike, and stays below it too."""
 
 
 def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
