@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.faults import adapters, engine, learning, machine, updates, world
+from posttrain.faults import adapters, engine, learning, machine, precision, updates, world
 from posttrain.faults.registry import FAULTS, Fault, find, planted, refuse_silent
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "learning",
     "machine",
     "planted",
+    "precision",
     "refuse_silent",
     "updates",
     "world",
