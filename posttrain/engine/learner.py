@@ -80,6 +80,7 @@ class HFLearner:
         head_only: bool = False,
     ) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
+        before = self._reader.computed
         hidden = self._reader.hidden(packed)
         logp, spread = self._reader.head(packed, hidden, entropy)
         candidates = (
@@ -88,7 +89,11 @@ class HFLearner:
             else self._reader.candidates(packed, hidden, _to(candidates_MK, hidden.device))
         )
         return TokenScores(
-            logp, spread, self._values(hidden.detach() if head_only else hidden) if value else None, candidates
+            logp,
+            spread,
+            self._values(hidden.detach() if head_only else hidden) if value else None,
+            candidates,
+            self._reader.computed - before,
         )
 
     def entropy(self, packed: Packed) -> np.ndarray:
@@ -232,6 +237,11 @@ class _PackedReader:
             if is_stateful(policy.module)
             else Sharing(self.out, policy.kernels, policy.share_prefixes)
         )
+
+    @property
+    def computed(self) -> int:
+        """Positions computed so far."""
+        return self._rows.computed
 
     def hidden(self, packed: Packed) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token.
