@@ -77,7 +77,7 @@ class Alone:
     def __init__(self, out: ReadOut, kernels: KernelChoice) -> None:
         self._out, self._layout = out, RowLayout(kernels)
         self.computed = 0
-        """Positions computed so far, without padding."""
+        """Positions computed by all calls of `hidden` so far, without those that fill up rows."""
 
     def hidden(self, packed: Packed) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token."""
