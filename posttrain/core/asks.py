@@ -150,6 +150,7 @@ HARMLESS = frozenset(
             "Model.dtype",
             "Model.gradient_checkpointing",
             "Model.share_prefixes",
+            "Model.warm_up",
             "Model.history",
             "Model.kernels",
         ),

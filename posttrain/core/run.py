@@ -67,6 +67,9 @@ class Model:
     share_prefixes: bool = True
     """Compute what several sequences begin with once in the learner: the prompt of siblings, earlier turns. It changes
     results by rounding only, which its first use in a run proves."""
+    warm_up: bool | None = None
+    """Compute the largest pass that the settings allow once before the first step of a stage, so that memory that does
+    not suffice shows at once. Nothing is learned from it. None: on every device but the CPU."""
     gradient_checkpointing: bool = False
     """Compute a forward pass twice to keep less of it in memory."""
     history: Literal["append", "rewrite"] = "append"

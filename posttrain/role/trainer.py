@@ -21,6 +21,7 @@ from posttrain.core.ports import Learner
 from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.scores import ExpectedUpdate, TokenScores
 from posttrain.role.events import UNOBSERVED, DifferentiatedEvent, LearnedEvent, Observers, PackedEvent
+from posttrain.role.memory import memory_suffices
 from posttrain.role.passes import Passes
 
 
@@ -105,6 +106,10 @@ class WeightOptimizer(Protocol):
         """Learning rate of the next step."""
         ...
 
+    def pending_bytes(self) -> int:
+        """Bytes of state that the next step will add."""
+        ...
+
     def trained(self) -> Mapping[str, torch.Tensor]:
         """The tensors that a step updates, by parameter: the master copy of a parameter that has one."""
         ...
@@ -162,14 +167,15 @@ class Trainer:
         lr, passes = self.optimizer.lr, Passes.of(watch.needs(packed), self.learner)
         self.learner.train_mode(True)
         parts, packing = list[Terms](), Packing(self.micro_tokens)
-        with self._frozen():
+        with self.frozen():
             for episodes, micro in self._micros(batch):
-                scores = self._forward(micro, loss)
-                passes.record(micro, scores, episodes)
-                packing.add(micro, scores)
-                terms = loss.terms(micro, scores)
-                terms.loss.backward()
-                self.optimizer.gather()
+                with memory_suffices(micro, self.micro_tokens):
+                    scores = self._forward(micro, loss)
+                    passes.record(micro, scores, episodes)
+                    packing.add(micro, scores)
+                    terms = loss.terms(micro, scores)
+                    terms.loss.backward()
+                    self.optimizer.gather()
                 parts.append(Terms(terms.loss.detach(), terms.gauges))
         watch.emit(DifferentiatedEvent(packed, passes))
         gauges = merge(loss.gauges(batch, parts), self._update(batch, loss), packing.gauges())
@@ -205,7 +211,7 @@ class Trainer:
         )
 
     @contextmanager
-    def _frozen(self) -> Iterator[None]:
+    def frozen(self) -> Iterator[None]:
         """Inside: no gradient of a parameter is computed that the optimizer does not update."""
         moved = self.trained()
         still = [p for n, p in self.learner.parameters().items() if n not in moved]
