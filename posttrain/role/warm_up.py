@@ -71,8 +71,8 @@ def warm_up(trainer: Trainer, packed: Packed, reads: Reads, peak: PeakMemory) ->
         del held
     longest, count = int(packed.lengths_S.max()), len(packed.lengths_S)
     return (
-        f"warm-up: a pass of {len(packed.ids_N):,} tokens, {count} sequence{'s' * (count > 1)} of up to {longest:,}, took"
-        f" {time.perf_counter() - begun:.1f} s and at most {mebibytes(peak.read())} ({peak.what})"
+        f"warm-up: a pass of {len(packed.ids_N):,} tokens, {count} sequence{'s' * (count > 1)} of up to {longest:,},"
+        f" took {time.perf_counter() - begun:.1f} s and at most {mebibytes(peak.read())} ({peak.what})"
     )
 
 

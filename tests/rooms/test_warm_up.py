@@ -54,7 +54,7 @@ def test_nothing_is_left_of_it(dtype: str) -> None:
     packed = largest(Reinforce(name="rl", micro_tokens=300), 64, IDS)
 
     def state() -> tuple[object, ...]:
-        chance = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))  # noqa: NPY002
+        chance = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
         grads = [n for n, p in learner.parameters().items() if p.grad is not None or not p.requires_grad]
         held = fingerprint(optimizer.state_tensors().items())
         return learner.fingerprint(), held, grads, chance, learner.policy.module.training, trainer.version
@@ -112,8 +112,8 @@ def test_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
 
 def test_a_sequence_that_alone_is_too_long_is_said_otherwise() -> None:
     packed = largest(Reinforce(name="rl", micro_tokens=100, sampling=Sampling(max_tokens=300)), 400, IDS)
-    with pytest.raises(ConfigError, match=r"never cut.* micro_tokens=100: lower model.context or sampling.max_tokens"):
-        with memory_suffices(packed, 100):
-            torch.empty(1 << 50)
+    told = r"never cut.* micro_tokens=100: lower model.context or sampling.max_tokens"
+    with pytest.raises(ConfigError, match=told), memory_suffices(packed, 100):
+        torch.empty(1 << 50)
     with pytest.raises(RuntimeError, match="shape"), memory_suffices(packed, 100):
         torch.ones(2) @ torch.ones(3, 3)

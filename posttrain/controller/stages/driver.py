@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+from posttrain.algorithm.losses import Reads
 from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.loop import loop
 from posttrain.controller.parts import MeasuredReport, RunParts
 from posttrain.controller.stages.progress import Progress, Reopening, StageResult, StageState
-from posttrain.algorithm.losses import Reads
 from posttrain.core import reader
 from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError
