@@ -149,6 +149,7 @@ HARMLESS = frozenset(
             "Model.device",
             "Model.dtype",
             "Model.gradient_checkpointing",
+            "Model.offload_activations",
             "Model.share_prefixes",
             "Model.warm_up",
             "Model.history",
