@@ -22,13 +22,13 @@ from posttrain.core.run import Checkpointing
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
 from posttrain.core.types import Top
+from posttrain.engine.activations import keep_less, kept_on_the_cpu
 from posttrain.engine.adapter import loud, switched_off
 from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.models import Policy, named_tensors, served_tensors
 from posttrain.engine.readout import read_out
-from posttrain.engine.recompute import keep_less, kept_on_the_cpu
 from posttrain.engine.sharing import Sharing
 from posttrain.engine.stateful import Alone, is_stateful
 from posttrain.engine.transform import logit_dtype
@@ -45,7 +45,7 @@ class HFLearner:
     optimizer step changes both.
 
     Args:
-        gradient_checkpointing: which activations the backward computes again instead of keeping them (`recompute`).
+        gradient_checkpointing: which activations the backward computes again instead of keeping them (`activations`).
         offload_activations: keep activations in the memory of the CPU until the backward.
     """
 
