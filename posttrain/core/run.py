@@ -58,8 +58,10 @@ class Model:
     device: str = "cpu"
     """Where it computes: cpu, cuda, cuda:1, xpu. Not mps, because torch has no float64 there, by which tokens are drawn
     and weights are checked."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations. The head, its softmax and every loss are always float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of weights and activations. The head, its softmax, every loss and the weights that the optimizer updates are
+    always float32. Sampler and learner differ by about 1/8 as much in float16 as in bfloat16; it needs the loss to be
+    scaled, which is done by itself."""
     kernels: KernelChoice = "auto"
     """Which code learner, optimizer, reference and embedded engine use. auto: the fastest that works on this machine.
     compiled: the same, but do not start where the embedded engine has no kernels built by this machine's C compiler

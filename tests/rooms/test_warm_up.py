@@ -45,7 +45,7 @@ def test_the_longest_sequences_that_the_settings_allow() -> None:
     assert largest(Supervised(name="sft", style="answer", micro_tokens=9), 4, IDS).lengths_S.tolist() == [4, 4]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_nothing_is_left_of_it(dtype: str) -> None:
     """Weights, optimizer state, gradients and random numbers, bit for bit."""
     learner = HFLearner(load_policy(tiny("qwen3", context=64, dtype=dtype), ALPHABET, 0))
