@@ -163,7 +163,7 @@ class Choices:
         free = self.free
         micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(False))
         if micro < context and self.where.accelerated:
-            out["model.gradient_checkpointing"] = (True, "saves memory: a pass is computed twice")
+            out["model.gradient_checkpointing"] = ("full", "saves memory: a pass is computed twice")
             micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(True))
         micro = min(max(micro, 512), 32_768 if self.where.accelerated else 4096)
         for stage in self.run.stages:
@@ -195,7 +195,7 @@ class Choices:
     def needed(self) -> float:
         """GiB of the weights, of their copies, and of the optimizer's moments."""
         assert self.size is not None
-        each = 2 if self.dtype == "bfloat16" else 4
+        each = 4 if self.dtype == "float32" else 2
         reads = any(isinstance(s, Reinforce) and s.algorithm.reads & {"reference"} for s in self.run.stages)
         sampler = any(isinstance(s, Reinforce) for s in self.run.stages)
         # weights, gradients, two moments; a float32 master with its gradient below float32; sampler; reference
@@ -214,7 +214,7 @@ class Choices:
         assert self.size is not None
         layer = 16 * self.size.hidden + 4 * self.size.ffn
         kept = layer * self.size.layers if not again else layer + self.size.hidden * self.size.layers
-        return kept * (2 if self.dtype == "bfloat16" else 4)
+        return kept * (4 if self.dtype == "float32" else 2)
 
     def warning(self) -> str:
         """A line where the model does not seem to fit; '' where it does."""

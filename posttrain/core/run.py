@@ -23,6 +23,9 @@ NAME = re.compile(r"\w[\w-]{0,63}")
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 """Pattern of a device as torch names it."""
 
+Checkpointing = Literal["none", "selective", "full"]
+"""Which activations are computed again in the backward pass: see `Model.gradient_checkpointing`."""
+
 BUILT_CONTEXT = 512
 """Positions of a built model, where `Model.context` is not set."""
 
@@ -55,8 +58,10 @@ class Model:
     device: str = "cpu"
     """Where it computes: cpu, cuda, cuda:1, xpu. Not mps, because torch has no float64 there, by which tokens are drawn
     and weights are checked."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations. The head, its softmax and every loss are always float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of weights and activations. The head, its softmax, every loss and the weights that the optimizer updates are
+    always float32. Sampler and learner differ by about 1/8 as much in float16 as in bfloat16; it needs the loss to be
+    scaled, which is done by itself."""
     kernels: KernelChoice = "auto"
     """Which code learner, optimizer, reference and embedded engine use. auto: the fastest that works on this machine.
     compiled: the same, but do not start where the embedded engine has no kernels built by this machine's C compiler
@@ -67,8 +72,14 @@ class Model:
     share_prefixes: bool = True
     """Compute what several sequences begin with once in the learner: the prompt of siblings, earlier turns. It changes
     results by rounding only, which its first use in a run proves."""
-    gradient_checkpointing: bool = False
-    """Compute a forward pass twice to keep less of it in memory."""
+    warm_up: bool | None = None
+    """Compute the largest pass that the settings allow once before the first step of a stage, so that memory that does
+    not suffice shows at once. Nothing is learned from it. None: on every device but the CPU."""
+    gradient_checkpointing: Checkpointing | bool = "none"
+    """What the backward pass computes again instead of keeping it in memory. selective: all but matrix products and
+    attention, which costs little. full: whole layers. true and false stand for full and none."""
+    offload_activations: bool = False
+    """Keep activations in the memory of the CPU until the backward pass. Only for accelerators."""
     history: Literal["append", "rewrite"] = "append"
     """What to do where the chat template changes earlier turns of a conversation, for example drops their reasoning.
     append: refuse it. rewrite: each turn becomes a sequence of its own, after the conversation as
@@ -79,8 +90,22 @@ class Model:
             raise ConfigError(
                 f"model.device={self.device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu"
             )
+        if isinstance(self.gradient_checkpointing, bool):
+            object.__setattr__(self, "gradient_checkpointing", "full" if self.gradient_checkpointing else "none")
+        if self.offload_activations and self.device == "cpu":
+            raise ConfigError(
+                "model.offload_activations=true moves activations from an accelerator to the memory of the CPU; with"
+                " model.device=cpu they are there. Set it to false, or keep fewer with"
+                " model.gradient_checkpointing=selective"
+            )
         if self.path is None:
             self._check_sizes()
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """`gradient_checkpointing` as a word."""
+        how = self.gradient_checkpointing
+        return ("full" if how else "none") if isinstance(how, bool) else how
 
     def _check_sizes(self) -> None:
         """ConfigError where no model of `arch` can be built at these sizes."""

@@ -6,23 +6,23 @@ Axis letters: N packed positions, M spoken tokens, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import Packed
 from posttrain.core.engines import KernelChoice
-from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.errors import DataError, InvariantError
+from posttrain.core.run import Checkpointing
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
 from posttrain.core.types import Top
-from posttrain.engine import attention
+from posttrain.engine.activations import keep_less, kept_on_the_cpu
 from posttrain.engine.adapter import loud, switched_off
 from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.logit_rules import LogitRules
@@ -32,6 +32,7 @@ from posttrain.engine.readout import read_out
 from posttrain.engine.sharing import Sharing
 from posttrain.engine.stateful import Alone, is_stateful
 from posttrain.engine.transform import logit_dtype
+from posttrain.engine.wide_head import prove_logprobs
 
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""
@@ -45,29 +46,19 @@ class HFLearner:
     optimizer step changes both.
 
     Args:
-        gradient_checkpointing: recompute each layer in the backward instead of keeping its activations.
+        gradient_checkpointing: which activations the backward computes again instead of keeping them (`activations`).
+        offload_activations: keep activations in the memory of the CPU until the backward.
     """
 
-    def __init__(self, policy: Policy, *, gradient_checkpointing: bool = False) -> None:
+    def __init__(
+        self, policy: Policy, *, gradient_checkpointing: Checkpointing = "none", offload_activations: bool = False
+    ) -> None:
         self.policy = policy
         self.value_head = _zero_head(policy)
         self._frozen: dict[str, str] | None = None
         self._reader = _PackedReader(policy)
-        if gradient_checkpointing:
-            if not hasattr(policy.module, "activation_checkpointing_enable"):
-                raise ConfigError(
-                    f"model.gradient_checkpointing=true needs transformers >= 5.23, and {transformers.__version__} is"
-                    " installed. Set it to false, or install a newer one (vLLM 0.32 asks for an older one: sample with"
-                    " another engine, or with a vLLM server)"
-                )
-            try:
-                policy.module.activation_checkpointing_enable()
-                attention.keep_layout_in_recomputation(policy.module)
-            except ValueError as error:
-                raise ConfigError(
-                    f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to"
-                    " false and lower micro_tokens"
-                ) from error
+        self._offload = offload_activations
+        keep_less(policy.module, gradient_checkpointing)
 
     def forward(
         self,
@@ -80,7 +71,8 @@ class HFLearner:
     ) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
         before = self._reader.computed
-        hidden = self._reader.hidden(packed)
+        with kept_on_the_cpu() if self._offload else nullcontext():
+            hidden = self._reader.hidden(packed)
         logp, spread = self._reader.head(packed, hidden, entropy)
         candidates = (
             None
@@ -229,6 +221,7 @@ class _PackedReader:
         self.module = policy.module
         self.context = policy.context
         self.kernels: KernelChoice = policy.kernels
+        self._proved = False
         self.out = read_out(policy.module)
         self._rows = (
             Alone(self.out, policy.kernels)
@@ -258,6 +251,9 @@ class _PackedReader:
     def head(self, packed: Packed, hidden: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-prob, entropy or None) [M] each."""
         out = self.out
+        if not self._proved and out.weight.dtype.itemsize < 4:
+            prove_logprobs(out, hidden, self.kernels)
+            self._proved = True
         return logprobs(
             hidden,
             out.weight,

@@ -127,10 +127,8 @@ class Policy:
         if self.lora is not None:
             self.plain().save(folder)
             return
+        self.write(folder)
         with quiet():
-            self.module.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-            share(Path(folder))
             again: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=self.dtype, trust_remote_code=self.remote_code
             ).eval()
@@ -138,6 +136,17 @@ class Policy:
         _same_weights(self.module, again, Path(folder))
         _same_tokenizer(self.tokenizer, words, Path(folder))
         self._check_greedy(again.to(self.device), Path(folder))
+
+    def write(self, folder: Path | str) -> None:
+        """Write model and tokenizer with `save_pretrained`, and compare nothing. An adapter is merged into what is
+        written."""
+        if self.lora is not None:
+            self.plain().write(folder)
+            return
+        with quiet():
+            self.module.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+        share(Path(folder))
 
     @torch.no_grad()
     def _check_greedy(self, again: PreTrainedModel, folder: Path) -> None:
@@ -253,6 +262,8 @@ def prepared(
     notes = [*notes, *_check_vocabulary(tokenizer, module), *turn_end(tokenizer, stop_ids)]
     module.generation_config.eos_token_id = list(stop_ids)
     context = _context(model, module, most)
+    if _emulated(module):
+        notes += [_EMULATED]
     if is_stateful(module):
         notes += [_STATE, *prepare(module)]
     out, _ = accept(module, context)
@@ -270,6 +281,20 @@ def prepared(
         kernels=model.kernels,
         share_prefixes=model.share_prefixes,
     )
+
+
+_EMULATED = (
+    "this CPU has no float16 unit: torch computes in float32 and rounds each result to float16, which is exact and"
+    " slower than float32"
+)
+
+
+def _emulated(module: PreTrainedModel) -> bool:
+    """Whether float16 is emulated by rounding."""
+    if module.dtype != torch.float16 or module.device.type != "cpu":
+        return False
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return supported is None or not supported()
 
 
 _STATE = "the model keeps a recurrent state, so each sequence is computed in a row of its own and nothing is shared"
