@@ -101,6 +101,25 @@ class Policy:
         frozen = {id(p): p for p in self.module.parameters() if not p.requires_grad}
         return replace(self, module=copy.deepcopy(self.module, {**frozen}))
 
+    def beside(self, lora: Lora, seed: int) -> Policy:
+        """Another policy over the same frozen weights, with a new adapter. Both have the adapter's own tensors to
+        themselves, and nothing may change the frozen ones in either.
+
+        Args:
+            seed: of the new adapter.
+
+        Raises:
+            ConfigError: all weights of this policy train, so none can be shared; or the adapter fits no layer.
+        """
+        if self.lora is None:
+            raise ConfigError(
+                "all weights of this policy train, so no other policy can share them: give it an adapter"
+                " (model.lora.rank=16), or take Policy.clone()"
+            )
+        bare = adapter.without_adapters(self.module)
+        attach(bare, lora, seed)
+        return replace(self, module=bare, lora=lora)
+
     def plain(self) -> Policy:
         """This policy where it has no adapter, else a copy of it with the adapter merged into the copy's weights."""
         return self if self.lora is None else replace(self, module=adapter.merged(self.module), lora=None)
