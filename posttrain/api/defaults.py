@@ -201,7 +201,8 @@ class Choices:
         # weights, gradients, two moments; a float32 master with its gradient below float32; sampler; reference
         per = each * (2 + sampler + reads) + 8 + (8 if each < 4 else 0)
         if self.run.model.lora is not None:  # one copy for all three; an adapter's own numbers are few
-            per = each * (1 + (sampler and each == 4))
+            eight = self.run.model.quantize is not None  # learner and sampler share them
+            per = 1.2 if eight else each * (1 + (sampler and each == 4))
         return per * self.size.parameters / GIB
 
     @property

@@ -47,6 +47,12 @@ class HeldOutResult:
     behind: int
     """Updates between the measured weights and the exported ones."""
 
+EIGHT_BITS = (
+    "The adapter was trained over linear layers in 8 bits (`model.quantize=int8`). Merged weights are the float numbers"
+    " that those stand for, with the adapter added; they are not the rounded ones of the base model. An adapter alone"
+    " computes over the unrounded base slightly otherwise than in training."
+)
+
 
 def model_card(folder: Path, checkpoint: Checkpoint, name: str, *, ema: bool = False) -> str:
     """The README.md of the model that a checkpoint of a run folder holds.
@@ -195,6 +201,7 @@ def _head(run: Run, name: str, stage: Stage, step: int | None, ema: bool) -> lis
         f"{f'Moving average (decay {stage.optimizer.ema:g}) of the weights' if ema else 'Weights'} of stage"
         f" {code(stage.name)} {at}, from a run of recipe {code(run.recipe)} with"
         " posttrain. This card was written from the record of the run.",
+        *([] if run.model.quantize is None else ["", EIGHT_BITS]),
     ]
 
 

@@ -152,6 +152,7 @@ HARMLESS = frozenset(
             "Model.share_prefixes",
             "Model.history",
             "Model.kernels",
+            "Model.quantize",
         ),
         *("Optimizer.kind", "Optimizer.schedule", "Optimizer.rates", "Optimizer.freeze"),
         *("Lora.targets", "Lora.rslora", "Lora.dora"),

@@ -64,6 +64,9 @@ class Model:
     definition; slow, for finding out whether a faster form is wrong."""
     lora: Lora | None = None
     """Train adapters of low rank beside frozen weights (`model.lora.rank=16`). None: train all weights."""
+    quantize: Literal["int8"] | None = None
+    """Hold the frozen linear layers beneath an adapter in 8 bits, in learner, reference and engine. int8: each row as
+    whole numbers times one scale. Takes less memory, and computes slower on a CPU. None: as they were loaded."""
     share_prefixes: bool = True
     """Compute what several sequences begin with once in the learner: the prompt of siblings, earlier turns. It changes
     results by rounding only, which its first use in a run proves."""
@@ -78,6 +81,11 @@ class Model:
         if not DEVICE.fullmatch(self.device):
             raise ConfigError(
                 f"model.device={self.device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu"
+            )
+        if self.quantize is not None and self.lora is not None and self.lora.dora:
+            raise ConfigError(
+                f"model.quantize={self.quantize} with model.lora.dora=true: PEFT computes DoRA's norms from float"
+                " weights. Set one of them off"
             )
         if self.path is None:
             self._check_sizes()
@@ -102,6 +110,15 @@ class Model:
             )
         if self.arch != "gpt2" and (self.hidden // self.heads) % 2:
             raise ConfigError(f"{self.arch} rotates pairs: hidden / heads = {self.hidden // self.heads} must be even")
+
+
+def check_quantise(model: Model) -> None:
+    """ConfigError where all weights train, which 8-bit ones cannot."""
+    if model.quantize is not None and model.lora is None:
+        raise ConfigError(
+            f"model.quantize={model.quantize} is for the frozen weights beneath an adapter, and here all weights train:"
+            " set model.lora.rank=16, or leave it out"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +353,13 @@ class Run:
                 "model.lora with engine=vllm is not offered yet: the adapter would not reach vLLM. Set engine=embedded,"
                 " or train all weights with model.lora=none"
             )
+        if self.model.quantize is not None and not isinstance(self.engine, Embedded):
+            raise ConfigError(
+                f"model.quantize={self.model.quantize} with engine=vllm: vLLM would answer from other weights than those"
+                " that are trained on. Set engine=embedded, or leave it out"
+            )
+        if self.model.path is None:
+            check_quantise(self.model)
         if self.model.kernels == "compiled" and not isinstance(self.engine, Embedded):
             raise ConfigError(
                 "model.kernels=compiled is about the embedded engine. Set engine=embedded, or leave it out"

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.adapter import ALL_LINEAR, Lora
 from posttrain.core.errors import ConfigError, EngineError
+from posttrain.engine.quantise import float_layer, make_float
 from posttrain.engine.readout import read_out
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def loud(module: nn.Module) -> Iterator[None]:
 
 def _make_loud(layer: Any, generator: torch.Generator) -> None:
     """Numbers for B with which |scale B A x| is about |W x| / 2 for inputs of independent numbers."""
-    base = layer.get_base_layer().weight
+    base = float_layer(layer.get_base_layer(), torch.float32).weight
     for name, b in layer.lora_B.items():
         added = layer.scaling[name] * float(layer.lora_A[name].weight.double().norm()) * math.sqrt(b.weight.shape[0])
         size = float(base.double().norm()) / (2 * max(added, 1e-30))
@@ -169,13 +170,14 @@ def _make_loud(layer: Any, generator: torch.Generator) -> None:
 def effective(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) of the plain layer that computes what this one does with its adapter. The layer's own weights are
     left as they are. For a layer without an adapter these are its own."""
-    plain: Any = _merged_layer(layer) if is_adapted(layer) else layer
+    plain: Any = _merged_layer(layer, torch.float32) if is_adapted(layer) else layer
     return plain.weight.detach(), None if plain.bias is None else plain.bias.detach()
 
 
-def _merged_layer(layer: nn.Module) -> nn.Module:
-    """A copy of a PEFT layer's base layer, with the adapter merged into the copy."""
+def _merged_layer(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a PEFT layer's base layer, with the adapter merged into the copy. An 8-bit base becomes one of `dtype`."""
     alone: Any = copy.deepcopy(layer)
+    make_float(alone, dtype)
     try:
         alone.merge(safe_merge=True)
     except ValueError as error:
@@ -193,11 +195,13 @@ def without_adapters(module: PreTrainedModel) -> PreTrainedModel:
 
 
 def merged(module: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the module with every adapter merged into the copy's weights, and no adapter left."""
+    """A copy of the module with every adapter merged into the copy's weights, and no adapter left. 8-bit layers become
+    float ones of the module's dtype."""
     whole = copy.deepcopy(module)
     for name in layers(whole):
         parent, _, last = name.rpartition(".")
-        setattr(whole.get_submodule(parent), last, _merged_layer(whole.get_submodule(name)))
+        setattr(whole.get_submodule(parent), last, _merged_layer(whole.get_submodule(name), module.dtype))
+    make_float(whole, module.dtype)
     return _forgotten(whole).requires_grad_(True)
 
 

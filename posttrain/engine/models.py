@@ -17,13 +17,14 @@ from posttrain.core.adapter import Lora, goes_on
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.files import share
-from posttrain.core.run import BUILT_CONTEXT, Model
+from posttrain.core.run import BUILT_CONTEXT, Model, check_quantise
 from posttrain.engine import adapter
 from posttrain.engine.accept import accept
 from posttrain.engine.adapter import attach
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
 from posttrain.engine.fingerprint import fingerprint, fingerprints
+from posttrain.engine.quantise import quantise, saved_bytes
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.saved_adapter import load_saved, saved_adapter
 from posttrain.engine.silence import silence
@@ -234,9 +235,17 @@ def load_policy(
 
 
 def with_adapter(policy: Policy, model: Model, seed: int) -> Policy:
-    """The policy with the adapter that `model.lora` asks for, attached in place."""
+    """The policy with the adapter that `model.lora` asks for, attached in place, over 8-bit weights where
+    `model.quantize` asks for them.
+
+    Raises:
+        ConfigError: 8-bit weights without an adapter, or an adapter that fits no layer.
+    """
+    check_quantise(model)
     if model.lora is None:
         return policy
+    if model.quantize is not None:
+        quantise(policy.module)
     attach(policy.module, model.lora, seed)
     return replace(policy, lora=model.lora)
 
@@ -308,7 +317,9 @@ def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
 
 def _adapter_words(module: PreTrainedModel, lora: Lora) -> str:
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    return f"adapter: {lora.words()}: {len(adapter.layers(module))} layers, {count:,} parameters train"
+    small, large = saved_bytes(module, module.dtype)
+    beneath = f", over linear layers in 8 bits ({small:,} bytes instead of {large:,})" if small else ""
+    return f"adapter: {lora.words()}: {len(adapter.layers(module))} layers, {count:,} parameters train{beneath}"
 
 
 def _embedding_rows(module: PreTrainedModel) -> int:
