@@ -348,10 +348,10 @@ class Run:
                 "deterministic=true computes every sequence by one policy, and engine.update=stale does not: use drain"
                 " or inflight"
             )
-        if self.model.lora is not None and not isinstance(self.engine, Embedded):
+        if self.model.lora is not None and self.model.lora.dora and not isinstance(self.engine, Embedded):
             raise ConfigError(
-                "model.lora with engine=vllm is not offered yet: the adapter would not reach vLLM. Set engine=embedded,"
-                " or train all weights with model.lora=none"
+                "model.lora.dora=true with engine=vllm: vLLM serves no DoRA adapters. Set engine=embedded, or"
+                " model.lora.dora=false"
             )
         if self.model.quantize is not None and not isinstance(self.engine, Embedded):
             raise ConfigError(
