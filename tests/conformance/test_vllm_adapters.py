@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+import posttrain
 from posttrain.api.build import probe_ids
 from posttrain.core.adapter import Lora
+from posttrain.core.checkpoint import find
 from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError, EngineError, InvariantError
 from posttrain.core.ports import Sampler
@@ -32,7 +34,6 @@ from posttrain.role.rounding import LEAST
 from posttrain.role.sync import Sync
 from tests.conformance import subjects
 from tests.conformance.subjects import contract, randomize, segment
-from tests.tiny import MODEL, only_rl, play, tiny_parts, tiny_run
 
 pytestmark = pytest.mark.skipif(
     not {"vllm", "vllm-server"} & set(subjects.ENGINES), reason="needs vLLM: make test-vllm"
@@ -268,7 +269,7 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts() -> None:
     with pytest.raises((ConfigError, EngineError), match="serves no adapters of GPT2LMHeadModel"):
         started("vllm", adapted(arch="gpt2", kv_heads=2))
     with pytest.raises(ConfigError, match="DoRA"):
-        Run(recipe="x", stages=(), engine=VLLM(), model=replace(MODEL, lora=Lora(dora=True)))
+        Run(recipe="x", stages=(), engine=VLLM(), model=replace(subjects.MODEL, lora=Lora(dora=True)))
     with pytest.raises(ConfigError, match="up to 512"):
         hot_load.rank_for(Lora(rank=600))
 
@@ -276,21 +277,29 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts() -> None:
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
+SMALL = (
+    *("rl.prompts=2", "rl.siblings=4", "rl.sampling.max_tokens=6", "evaluation.samples=1", "env.heldout=2"),
+    *("rl.eval_every=0", "rl.steps=4", "slots=8", "threads=1", "rl.optimizer.lr=0.02", "rl.optimizer.warmup=0"),
+    *("engine=vllm", "engine.eager=true", "engine.cache_gib=0.05", "model.lora.rank=4"),
+    *("model.hidden=64", "model.heads=2", "model.kv_heads=1"),  # vLLM for CPU attends with heads of 32 and more
+)
+
+
 @pytest.mark.parametrize("server", [False, True])
 def test_grpo_trains_an_adapter_through_vllm(tmp_path: Path, server: bool) -> None:
     """Each step's sampler and learner agree within the bound of float32, and only the adapter travels."""
     if ("vllm-server" if server else "vllm") not in subjects.ENGINES:
         pytest.skip("another engine")
-    # vLLM for CPU attends with heads of 32 and more
-    run = replace(only_rl(tiny_run(steps=3)), model=replace(MODEL, hidden=64, lora=Lora(rank=4)))
-    run = replace(run, engine=VLLM(server=server, eager=True, cache_gib=0.05))
-    parts = tiny_parts(tmp_path, run)
-    before = parts.learner.fingerprint()
-    (result,) = asyncio.run(play(parts))
-    assert result.steps == 3 and parts.learner.fingerprint() != before
-    gauges = [s.gauges for s in read_steps(tmp_path) if s.index]
-    worst = [g["canary/logp_gap_worst"].sum for g in gauges if "canary/logp_gap_worst" in g]
+    (tmp_path / "mine.py").write_text("def odd(task, text):\n    return float(sum(map(ord, text)) % 2)\n")
+    words = (*SMALL, f"env.rewards={tmp_path / 'mine.py'}:odd", f"engine.server={str(server).lower()}")
+    out = tmp_path / "run"
+    posttrain.run("grpo", *words, out=out, quiet=True)
+    steps = [s for s in read_steps(out) if s.index]
+    worst = [s.gauges["canary/logp_gap_worst"].sum for s in steps if "canary/logp_gap_worst" in s.gauges]
     assert worst and max(worst) < LEAST["float32"].worst
-    own = sum(t.nbytes for t in adapter.adapter_tensors(parts.learner.policy.module).values())  # type: ignore[attr-defined]
-    pushed = [g["engine/pushed"] for g in gauges if "engine/pushed" in g]
-    assert pushed and all(g.sum == own * g.count for g in pushed), json.dumps([str(g) for g in pushed])
+    held = load_file(find(out, "last").folder / "weights.safetensors")
+    moved = [n for n, t in held.items() if "lora_B" in n and bool(t.any())]
+    assert moved, "B began as 0"
+    own = sum(t.nbytes for n, t in held.items() if "lora_" in n)
+    pushed = [s.gauges["engine/pushed"] for s in steps if "engine/pushed" in s.gauges]
+    assert pushed and all(g.sum == own * g.count for g in pushed)
