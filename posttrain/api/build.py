@@ -38,6 +38,7 @@ from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.environment.rows import placed
+from posttrain.role.memory import PeakMemory
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 
@@ -68,6 +69,7 @@ def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[s
             "platform": platform.platform(),
             "threads": threads,
             "isa": torch.backends.cpu.get_cpu_capability(),
+            "memory": PeakMemory(policy.device.type).what,
         },
         "tokenizer_digest": policy.tokenizer_digest,
         "template_digest": policy.template_digest,

@@ -23,6 +23,8 @@ class TokenScores:
     value: Any | None
     candidates: Any | None = None
     """[M, K]: log-probs of the candidate tokens that were asked for."""
+    computed: int | None = None
+    """Positions that the layers computed: fewer than packed ones where shared beginnings are computed once."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,6 +106,21 @@ REGISTRY: dict[str, Definition] = {
     "optim/lr": Definition("learning rate", "1", "as configured"),
     "optim/skipped": Definition("optimizer steps left out because their gradient was not finite", "steps", "0"),
     "optim/steps": Definition("optimizer steps that moved weights", "steps", "= minibatches x epochs"),
+    "learner/micro_batches": Definition(
+        "forward and backward passes of an optimizer step, mean over optimizer steps",
+        "passes",
+        "few; raise micro_tokens where memory allows",
+    ),
+    "learner/bin_waste": Definition(
+        "share of the room of a step's micro-batches (micro_tokens each) that no token fills; 0 for a single one",
+        "share",
+        "< 0.3; above: micro_tokens is little more than one family of sequences",
+    ),
+    "learner/shared": Definition(
+        "share of the packed tokens that the layers did not compute, because sequences of a micro-batch begin alike",
+        "share",
+        "towards prompt / sequence x (1 - 1 / siblings)",
+    ),
     "sft/loss": Definition("mean negative log-prob of a demonstrated token", "nats", "falls"),
     "sft/tokens": Definition("demonstrated tokens an optimizer step", "tokens", "steady"),
     "canary/logp_gap": Definition(

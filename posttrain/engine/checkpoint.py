@@ -22,6 +22,7 @@ from posttrain.engine import attention
 from posttrain.engine.adopt import WANTED, implementation
 from posttrain.engine.folder import examine
 from posttrain.engine.locate import locate
+from posttrain.engine.state_kinds import keeps_state
 from posttrain.engine.vocabulary import quiet
 
 
@@ -81,6 +82,7 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
             f"{where} is an encoder-decoder ({config.model_type}): posttrain trains decoder-only causal LMs. Use one"
             " (Qwen, Llama, Gemma, GPT-2, ...)"
         )
+    keeps_state(config.to_dict())
     return config
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from posttrain.core.batch import Packed
 from posttrain.core.engines import KernelChoice
@@ -30,6 +31,7 @@ from posttrain.engine.models import Policy, named_tensors, served_tensors
 from posttrain.engine.quantise import make_float
 from posttrain.engine.readout import read_out
 from posttrain.engine.sharing import Sharing
+from posttrain.engine.stateful import Alone, is_stateful
 from posttrain.engine.transform import logit_dtype
 
 SCORE_TOKENS = 16384
@@ -78,6 +80,7 @@ class HFLearner:
         head_only: bool = False,
     ) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
+        before = self._reader.computed
         hidden = self._reader.hidden(packed)
         logp, spread = self._reader.head(packed, hidden, entropy)
         candidates = (
@@ -86,7 +89,11 @@ class HFLearner:
             else self._reader.candidates(packed, hidden, _to(candidates_MK, hidden.device))
         )
         return TokenScores(
-            logp, spread, self._values(hidden.detach() if head_only else hidden) if value else None, candidates
+            logp,
+            spread,
+            self._values(hidden.detach() if head_only else hidden) if value else None,
+            candidates,
+            self._reader.computed - before,
         )
 
     def entropy(self, packed: Packed) -> np.ndarray:
@@ -121,6 +128,8 @@ class HFLearner:
         copy = replace(self.policy.clone(), share_prefixes=False)
         make_float(copy.module, torch.float64)
         copy.module.double().eval()
+        if isinstance(copy.module, PreTrainedModel) and hasattr(copy.module.config, "_experts_implementation"):
+            copy.module.set_experts_implementation("eager")  # others have no float64
         return _PackedReader(copy).score(packed, torch.float64)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -223,7 +232,16 @@ class _PackedReader:
         self.context = policy.context
         self.kernels: KernelChoice = policy.kernels
         self.out = read_out(policy.module)
-        self._sharing = Sharing(self.out, policy.kernels, policy.share_prefixes)
+        self._rows = (
+            Alone(self.out, policy.kernels)
+            if is_stateful(policy.module)
+            else Sharing(self.out, policy.kernels, policy.share_prefixes)
+        )
+
+    @property
+    def computed(self) -> int:
+        """Positions computed so far."""
+        return self._sharing.computed
 
     def hidden(self, packed: Packed) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token.
@@ -237,7 +255,7 @@ class _PackedReader:
                 f"a segment of {longest} tokens in a context of {self.context}: raise model.context, or shorten prompts"
                 " and sampling.max_tokens"
             )
-        return self._sharing.hidden(packed)
+        return self._rows.hidden(packed)
 
     def head(self, packed: Packed, hidden: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-prob, entropy or None) [M] each."""

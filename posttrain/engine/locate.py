@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.engine.folder import check_layers, examine
+from posttrain.engine.folder import check_layers, check_state, examine
 from posttrain.engine.saved_adapter import saved_adapter
 
 TOKENIZER_FILES = (
@@ -105,6 +105,7 @@ def locate(path: str, setting: str = "model.path") -> str:
             )
         examine(folder)
         check_layers(folder)
+        check_state(folder)
         return str(folder.resolve())
     if folder.is_file():
         raise ConfigError(f"{what} is a file: give the directory that holds config.json, the weights and the tokenizer")

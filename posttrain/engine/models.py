@@ -28,6 +28,7 @@ from posttrain.engine.quantise import quantise, saved_bytes
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.saved_adapter import load_saved, saved_adapter
 from posttrain.engine.silence import silence
+from posttrain.engine.stateful import is_stateful, prepare
 from posttrain.engine.stops import resolve_stops, turn_end
 from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import characters, digest, quiet, raw_bytes
@@ -280,6 +281,8 @@ def prepared(
     notes = [*notes, *_check_vocabulary(tokenizer, module), *turn_end(tokenizer, stop_ids)]
     module.generation_config.eos_token_id = list(stop_ids)
     context = _context(model, module, most)
+    if is_stateful(module):
+        notes += [_STATE, *prepare(module)]
     out, _ = accept(module, context)
     notes += silence(module, out)
     return Policy(
@@ -295,6 +298,9 @@ def prepared(
         kernels=model.kernels,
         share_prefixes=model.share_prefixes,
     )
+
+
+_STATE = "the model keeps a recurrent state, so each sequence is computed in a row of its own and nothing is shared"
 
 
 def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:

@@ -59,10 +59,13 @@ class Sharing:
     def __init__(self, out: ReadOut, kernels: KernelChoice, on: bool) -> None:
         self._out, self._on, self._proved = out, on, False
         self._kernels: KernelChoice = kernels
+        self.computed = 0
+        """Positions computed by all calls of `hidden` so far."""
 
     def hidden(self, packed: Packed) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token."""
         tree = self._tree(packed.ids_N, packed.lengths_S) if self._on else None
+        self.computed += len(packed.ids_N) if tree is None else len(tree.first_U)
         if tree is None:
             return _rows(self._plain(packed.ids_N, packed.lengths_S), packed.source_M)
         if not self._proved:

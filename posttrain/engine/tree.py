@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posttrain.core.bins import LEAST, alike
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
 from posttrain.engine.attention import WASTE, CollectRows, SpreadRows, buckets
 from posttrain.engine.kernels import kernel
 
-LEAST = 8
-"""Fewest tokens that are worth to be shared."""
 SLACK = 8
 """Runs whose shared beginnings differ by fewer tokens share the shortest of these, so that one call computes them."""
 
@@ -80,7 +79,7 @@ class SharedTree:
 
 def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
     """How many tokens each of these sorted segments shares with the one before it; 0 where it is not worth it."""
-    found = [0, *(_alike(a, b) for a, b in pairwise(parts))]
+    found = [0, *(alike(a, b) for a, b in pairwise(parts))]
     out, tree = list[int](), list[int]()
     for i, shared in enumerate([*found, 0]):
         if shared < LEAST:
@@ -101,13 +100,6 @@ def _clustered(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
         least = next((b for b in begin.values() if shared - b < SLACK), shared)
         begin[shared] = least
     return [n if n == len(part) else begin[n] for n, part in zip(tree, parts, strict=True)]
-
-
-def _alike(a: np.ndarray, b: np.ndarray) -> int:
-    """The number of tokens with which both begin."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    return int(differ.argmax()) if differ.any() else n
 
 
 class _Above(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.faults import adapters, engine, learning, machine, updates, world
+from posttrain.faults import adapters, engine, learning, machine, packing, updates, world
 from posttrain.faults.registry import FAULTS, Fault, find, planted, refuse_silent
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "find",
     "learning",
     "machine",
+    "packing",
     "planted",
     "refuse_silent",
     "updates",

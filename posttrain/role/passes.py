@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from posttrain.core.batch import Batch
+from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner
 from posttrain.core.scores import TokenScores
 
@@ -31,6 +33,8 @@ class Passes:
 
     needs: Needs
     micros: list[Batch] = field(default_factory=list[Batch])
+    episodes: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    """The episodes of each micro-batch, as the minibatch numbers them."""
     logp: list[np.ndarray] = field(default_factory=list[np.ndarray])
     logp_grad: list[np.ndarray] = field(default_factory=list[np.ndarray])
     """d loss / d log-prob."""
@@ -47,7 +51,24 @@ class Passes:
         held = [p.grad for p in learner.parameters().values()] if needs.gradients else []
         return cls(needs, stale_gradients=sum(g is not None and bool(g.any()) for g in held))
 
-    def record(self, micro: Batch, scores: TokenScores) -> None:
+    def joined(self, batch: Batch, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """[M]: values per spoken token of each micro-batch, in the order of the minibatch.
+
+        Raises:
+            InvariantError: the parts do not have one value for each of its tokens.
+        """
+        places = [np.flatnonzero(np.isin(batch.sequence_M, chosen)) for chosen in self.episodes]
+        place = np.concatenate([np.zeros(0, np.int64), *places])
+        if not np.array_equal(np.sort(place), np.arange(batch.spoken)) or [*map(len, places)] != [*map(len, parts)]:
+            raise InvariantError(
+                f"the micro-batches computed {sum(map(len, parts))} values for {len(place)} spoken tokens of a"
+                f" minibatch of {batch.spoken}: every token belongs to exactly one micro-batch"
+            )
+        out = np.empty(len(place))
+        out[place] = np.concatenate([np.zeros(0), *parts])
+        return out
+
+    def record(self, micro: Batch, scores: TokenScores, episodes: np.ndarray) -> None:
         """Keep the scores of a micro-batch, and their gradients once backward has computed them.
 
         The hooks on the scores only read gradients; they never change them.
@@ -55,6 +76,7 @@ class Passes:
         if not (self.needs.logp or self.needs.gradients):
             return
         self.micros.append(micro)
+        self.episodes.append(episodes)
         self.logp.append(_numbers(scores.logp))
         if not self.needs.gradients:
             return

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,6 +63,30 @@ class NonFiniteGradient(InvariantError):
 
 NAMED = 4
 """The largest number of episodes that a message names."""
+
+
+@dataclass
+class Packing:
+    """How well the micro-batches of an optimizer step are filled, and what they share."""
+
+    room: int
+    """Packed tokens that a micro-batch may have."""
+    sizes: list[int] = field(default_factory=list[int])
+    computed: int = 0
+
+    def add(self, micro: Batch, scores: TokenScores) -> None:
+        self.sizes.append(len(micro.ids_N))
+        self.computed += len(micro.ids_N) if scores.computed is None else scores.computed
+
+    def gauges(self) -> Gauges:
+        """A minibatch that fits into one pass wastes no room."""
+        total, passes = sum(self.sizes), len(self.sizes)
+        room = sum(max(self.room, n) for n in self.sizes) if passes > 1 else total
+        return {
+            "learner/micro_batches": Gauge(passes, 1),
+            "learner/bin_waste": Gauge(room - total, room),
+            "learner/shared": Gauge(total - self.computed, total),
+        }
 
 
 class WeightOptimizer(Protocol):
@@ -136,19 +161,38 @@ class Trainer:
         watch.emit(packed)
         lr, passes = self.optimizer.lr, Passes.of(watch.needs(packed), self.learner)
         self.learner.train_mode(True)
-        parts: list[Terms] = []
+        parts, packing = list[Terms](), Packing(self.micro_tokens)
         with self._frozen():
-            for micro in batch.split(self.micro_tokens):
+            for episodes, micro in self._micros(batch):
                 scores = self._forward(micro, loss)
-                passes.record(micro, scores)
+                passes.record(micro, scores, episodes)
+                packing.add(micro, scores)
                 terms = loss.terms(micro, scores)
                 terms.loss.backward()
                 self.optimizer.gather()
                 parts.append(Terms(terms.loss.detach(), terms.gauges))
         watch.emit(DifferentiatedEvent(packed, passes))
-        gauges = merge(loss.gauges(batch, parts), self._update(batch, loss))
+        gauges = merge(loss.gauges(batch, parts), self._update(batch, loss), packing.gauges())
         watch.emit(LearnedEvent(packed, passes, lr))
         return gauges
+
+    def _micros(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch]]:
+        """The micro-batches, each with its episodes in the minibatch.
+
+        Raises:
+            InvariantError: they are not the whole minibatch, each episode once.
+        """
+        bins = batch.bins(self.micro_tokens)
+        micros = batch.cut(bins)
+        packed = np.sort(np.concatenate(bins))
+        if not np.array_equal(packed, np.arange(batch.episodes)) or sum(m.spoken for m in micros) != batch.spoken:
+            count = np.bincount(packed, minlength=batch.episodes)
+            raise InvariantError(
+                f"the micro-batches hold {sum(m.spoken for m in micros)} spoken tokens of the minibatch's"
+                f" {batch.spoken}; {int((count == 0).sum())} of its {batch.episodes} episodes are in none of them and"
+                f" {int((count > 1).sum())} in several: packing dropped or doubled a trajectory"
+            )
+        return zip(bins, micros, strict=True)
 
     def _forward(self, micro: Batch, loss: Loss) -> TokenScores:
         reads = loss.reads(micro)

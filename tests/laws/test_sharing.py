@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core.batch import Packed
+from posttrain.core.bins import LEAST
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment
@@ -22,7 +23,7 @@ from posttrain.engine.attention import PackedLayout
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.readout import read_out
-from posttrain.engine.tree import LEAST, SharedTree, TreeLayout
+from posttrain.engine.tree import SharedTree, TreeLayout
 from tests.rooms.engine_parts import ALPHABET, ARCHS, tiny
 
 
@@ -197,7 +198,7 @@ def test_the_first_use_finds_a_wrong_tree(fault: str, monkeypatch: pytest.Monkey
     elif fault == "positions":
         monkeypatch.setattr(sharing.Sharing, "_shared", late(sharing.Sharing._shared))  # pyright: ignore[reportPrivateUsage]
     elif fault == "sibling":
-        monkeypatch.setattr(tree, "_alike", lambda a, b: min(len(a), len(b)) - 1)  # pyright: ignore[reportPrivateUsage]
+        monkeypatch.setattr(tree, "alike", lambda a, b: min(len(a), len(b)) - 1)
     else:
         real = tree._Above.backward  # pyright: ignore[reportPrivateUsage]
         monkeypatch.setattr(

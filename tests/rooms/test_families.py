@@ -35,9 +35,7 @@ FIRST = {names.split()[0] for _, names in families.REFUSED.values()} | {
     "xlnet",
     "doge",
     "gpt_oss",
-    "mamba",
-    "lfm2",
-    "zaya",
+    "xlstm",
 }
 
 
@@ -92,6 +90,12 @@ def agrees(family: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", families.CORE)
 def test_sampler_and_learner_agree(family: str, tmp_path: Path) -> None:
+    agrees(family, tmp_path)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("family", families.KEEP_STATE)
+def test_sampler_and_learner_agree_on_models_with_a_state(family: str, tmp_path: Path) -> None:
     agrees(family, tmp_path)
 
 

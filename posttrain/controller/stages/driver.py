@@ -28,7 +28,8 @@ from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import EvaluatedEvent, RestoredEvent
-from posttrain.role.roles import RoleSeconds
+from posttrain.role.memory import PeakMemory
+from posttrain.role.roles import RoleCosts
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights import load_optimizer, load_weights, save_optimizer, save_weights
 
@@ -75,7 +76,9 @@ class Driver(ABC, Generic[S, T, A]):
         progress.running = progress.running or self.state_type()
         self.state = cast("T", progress.running)
         self.setting = parts.setting(stage)
-        self.clock = RoleSeconds(total=dict(self.state.roles))
+        self.clock = RoleCosts(
+            total=dict(self.state.roles), most=dict(self.state.peaks), peak=PeakMemory(parts.run.model.device)
+        )
         self.report: EvaluationReport | None = None
         """Of the evaluation after the last step, where there was one."""
         self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
@@ -199,7 +202,7 @@ class Driver(ABC, Generic[S, T, A]):
             self.report = report = await self.evaluate()
         if report is not None:
             step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
-        self.parts.tell(self.watch.line(step))
+        self.parts.tell(self.watch.line(replace(step, memory=self.clock.take_memory())))
         s.ended = self.enough(report)
         self._border(report)
         return not s.ended
@@ -235,7 +238,7 @@ class Driver(ABC, Generic[S, T, A]):
         self.progress.weights = self.parts.learner.fingerprint()
         s = self.progress.running
         if s is not None:
-            s.seconds, s.roles = self.seconds(), dict(self.clock.total)
+            s.seconds, s.roles, s.peaks = self.seconds(), dict(self.clock.total), dict(self.clock.most)
             s.optimizer = fingerprint(self.trainer.optimizer.state_tensors().items())
 
     def seconds(self) -> float:
@@ -323,6 +326,7 @@ class Driver(ABC, Generic[S, T, A]):
             optimizer_steps=s.optimizer_steps,
             seconds=self.seconds(),
             roles={k: round(v, 3) for k, v in self.clock.total.items()},
+            peaks=dict(self.clock.most),
             accuracy=accuracy,
             greedy=report.greedy.mean if report and report.greedy and report.greedy.known else None,
             pass_at={str(k): x.mean for k, x in report.pass_at.items()} if report else {},

@@ -48,6 +48,10 @@ class CachedModel:
     ) -> None:
         self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.read_out, shapes = accept(module, context)
+        if not shapes:
+            raise EngineError(
+                f"{type(module).__name__} keeps a recurrent state, so it cannot draft. Leave engine.draft out"
+            )
         if rows is not None:
             _check_deterministic(module)
         where = self.read_out.weight.device

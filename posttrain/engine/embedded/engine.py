@@ -24,6 +24,7 @@ from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
 from posttrain.engine.embedded.cached_model import CachedModel
 from posttrain.engine.embedded.counters import EngineCounters
 from posttrain.engine.embedded.plan import BUDGET
+from posttrain.engine.embedded.recompute import RecomputedModel
 from posttrain.engine.embedded.scheduler import Scheduler
 from posttrain.engine.embedded.slots import GenerateCall, TokenCallback
 from posttrain.engine.embedded.speculate import Draft, DraftModel, Lookup, PromptLookup, Proposer
@@ -33,6 +34,7 @@ from posttrain.engine.embedded.timeline import Timeline
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.kernels import TABLE
 from posttrain.engine.models import named_tensors
+from posttrain.engine.stateful import is_stateful
 
 CACHE_BYTES = 4 << 30
 """Most bytes of the key-value cache. The cache grows up to this size when needed."""
@@ -88,7 +90,8 @@ class EmbeddedEngine:
                 f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token"
             )
         self._rows = -(-slots // ROWS) * ROWS if deterministic else None
-        self._served = CachedModel(module, context, device=device, rows=self._rows, kernels=kernels)
+        form = RecomputedModel if is_stateful(module) else CachedModel
+        self._served = form(module, context, device=device, rows=self._rows, kernels=kernels)
         self._module, self._pool = self._served.module, self._served.pool
         self._context, self._slots = context, slots
         self._most = cache_bytes // (BLOCK * self._pool.row_bytes)
@@ -131,6 +134,11 @@ class EmbeddedEngine:
     def describe(self) -> str:
         """The line that a run prints about its engine: which kernels it uses, and why not the faster ones."""
         pool = self._pool
+        if isinstance(self._served, RecomputedModel):
+            return (
+                "engine: embedded; the model keeps a recurrent state, so each token costs a pass over its whole"
+                " sequence (engine=vllm is faster)"
+            )
         if pool.kernel.form == "compiled":
             return "engine: embedded, compiled kernels" + ("" if self.fused else "; the decoder is the model's own")
         fastest = TABLE[pool.kernel.operation][0]
@@ -250,6 +258,11 @@ class EmbeddedEngine:
     def _proposes(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:
         if speculate is None:
             return None
+        if isinstance(self._served, RecomputedModel):
+            raise EngineError(
+                f"{type(self._module).__name__} keeps a recurrent state and is computed again for every token, so"
+                " drafts save nothing: set engine.lookup=0 engine.draft=none"
+            )
         if self._rows is not None:
             raise EngineError(
                 "deterministic=true computes fixed shapes, and speculation computes as many drafts as there are."
