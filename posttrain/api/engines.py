@@ -107,7 +107,9 @@ def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | No
         return Lookup(how.lookup)
     if how.draft is None:
         return None
-    small = open_policy(replace(run.model, path=how.draft, context=None, lora=None, quantize=None), run.seed, policy.context)
+    small = open_policy(
+        replace(run.model, path=how.draft, context=None, lora=None, quantize=None), run.seed, policy.context
+    )
     if small.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"engine.draft={how.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one"

@@ -47,6 +47,7 @@ class HeldOutResult:
     behind: int
     """Updates between the measured weights and the exported ones."""
 
+
 EIGHT_BITS = (
     "The adapter was trained over linear layers in 8 bits (`model.quantize=int8`). Merged weights are the float numbers"
     " that those stand for, with the adapter added; they are not the rounded ones of the base model. An adapter alone"

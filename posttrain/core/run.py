@@ -355,8 +355,8 @@ class Run:
             )
         if self.model.quantize is not None and not isinstance(self.engine, Embedded):
             raise ConfigError(
-                f"model.quantize={self.model.quantize} with engine=vllm: vLLM would answer from other weights than those"
-                " that are trained on. Set engine=embedded, or leave it out"
+                f"model.quantize={self.model.quantize} with engine=vllm: vLLM would answer from other weights than the"
+                " learner's. Set engine=embedded, or leave it out"
             )
         if self.model.path is None:
             check_quantise(self.model)

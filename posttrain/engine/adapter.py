@@ -175,7 +175,7 @@ def effective(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def _merged_layer(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of a PEFT layer's base layer, with the adapter merged into the copy. An 8-bit base becomes one of `dtype`."""
+    """A copy of a PEFT layer's base layer, with the adapter merged into the copy, of `dtype` if it was in 8 bits."""
     alone: Any = copy.deepcopy(layer)
     make_float(alone, dtype)
     try:

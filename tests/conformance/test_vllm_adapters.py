@@ -1,4 +1,4 @@
-"""Adapters in real vLLM: each push loads one, it is what answers, nothing else travels, and what goes wrong is found."""
+"""Adapters in real vLLM: each push loads one, it answers, nothing else travels, and what goes wrong is found."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_each_computes_and_learns_what_it_does_alone(pair: tuple[str, str], dtyp
     apart = [HFLearner(alone(lora, seed, dtype)) for seed, lora in enumerate(loras)]
     steps = [[optimizer(x) for x in learners] for learners in (shared, apart)]
     for turn in range(4):
-        for i in ((0, 1) if turn % 2 else (1, 0)):
+        for i in (0, 1) if turn % 2 else (1, 0):
             learn(shared[i], steps[0][i], turn)
             learn(apart[i], steps[1][i], turn)
     for one, other in zip(shared, apart, strict=True):

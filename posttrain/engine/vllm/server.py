@@ -34,8 +34,8 @@ from posttrain.engine.vllm.start import limits
 
 ROLE = "rollout"
 START_ADVICE = (
-    "start it with `python -m posttrain.engine.vllm.launch --model MODEL --dtype DTYPE --max-model-len CONTEXT`, and for"
-    " model.lora with `--enable-lora --max-lora-rank RANK` (docs/engines.md)"
+    "start it with `python -m posttrain.engine.vllm.launch --model MODEL --dtype DTYPE --max-model-len CONTEXT`, and"
+    " for model.lora with `--enable-lora --max-lora-rank RANK` (docs/engines.md)"
 )
 EMPTY_TRIES = 100
 """Most tries to empty the prefix cache, a tenth of a second apart. Blocks are freed one step
@@ -129,7 +129,12 @@ class VLLMServer:
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`."""
         params = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 0, "detokenize": False}
-        body = {"token_ids": [int(i) for i in ids], "cache_salt": self._salt(), "sampling_params": params, **self._model()}
+        body = {
+            "token_ids": [int(i) for i in ids],
+            "cache_salt": self._salt(),
+            "sampling_params": params,
+            **self._model(),
+        }
         async with self._gate.turn():
             told = await self._post("/inference/v1/generate", body, again=True)
         try:
