@@ -29,11 +29,11 @@ from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.contract import Answer, fields, said
 from posttrain.engine.vllm.hot_load import HotLoad
 from posttrain.engine.vllm.requests import (
-    NO_WEIGHTS,
     CheckedRequest,
     ClientCounters,
     ExpectedTensors,
     check_request,
+    empty_version,
     newer,
 )
 from posttrain.engine.vllm.start import START, build, limits, quiet_compiler
@@ -77,7 +77,7 @@ class VLLMEngine:
         self._limits = limits(policy)
         self._expected = ExpectedTensors.of(policy)
         self._timeout = timeout
-        self._version = NO_WEIGHTS
+        self._version = self._empty = empty_version(policy)
         self._counters = ClientCounters()
         self._asked: dict[str, _Turn] = {}
         self._scored: dict[str, Future[np.ndarray]] = {}
@@ -123,7 +123,7 @@ class VLLMEngine:
         heard: called in this event loop with the new ids and log-probs as soon as they are drawn.
         """
         asked = _Turn(check_request(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
-        if self._version == NO_WEIGHTS:
+        if self._version == self._empty:
             raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
         self._send(lambda: self._add(asked))
         try:
@@ -351,7 +351,7 @@ class VLLMEngine:
         try:
             fingerprint = self._weights.load(version, given)
         except Exception as error:
-            self._version = NO_WEIGHTS
+            self._version = self._empty
             failure = EngineError(
                 f"{ROLE}: loading weights of version {version} failed, and it may hold parts of them: {error}"
             )

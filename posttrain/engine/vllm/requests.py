@@ -22,8 +22,10 @@ from posttrain.engine.vllm.contract import Capabilities, check
 
 ReadBack = list[tuple[str, str, list[int]]]
 """(name, dtype, shape) of tensors that are read back from an engine."""
-NO_WEIGHTS = -2
-"""Version of an engine without pushed weights. It refuses to generate. An adapter is tried as -1 (`role.sync`)."""
+NO_WEIGHTS = -1
+"""Version of an engine without pushed weights. It refuses to generate."""
+NO_ADAPTER = -2
+"""The same where an adapter is pushed: it is first tried, as version -1 (`role.sync`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +109,11 @@ class ExpectedTensors:
             names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
             raise EngineError(f"{len(missing)} of {len(self.own)} tensors are missing: {names}")
         return list(given.items())
+
+
+def empty_version(policy: Policy) -> int:
+    """Version of an engine for this policy before the first push."""
+    return NO_WEIGHTS if policy.lora is None else NO_ADAPTER
 
 
 def newer(version: int, than: int) -> None:

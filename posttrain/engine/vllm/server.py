@@ -29,7 +29,14 @@ from posttrain.engine.fingerprint import digest_of
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm.contract import Answer, fields, said
 from posttrain.engine.vllm.hot_load import HotLoad, rank_for
-from posttrain.engine.vllm.requests import NO_WEIGHTS, ClientCounters, ExpectedTensors, UpdateGate, check_request, newer
+from posttrain.engine.vllm.requests import (
+    ClientCounters,
+    ExpectedTensors,
+    UpdateGate,
+    check_request,
+    empty_version,
+    newer,
+)
 from posttrain.engine.vllm.start import limits
 
 ROLE = "rollout"
@@ -70,7 +77,7 @@ class VLLMServer:
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._endpoint, self._share, self._ended = endpoint, share, ended
         self._patience = replace(endpoint.patience, answer=timeout)
-        self._version = NO_WEIGHTS
+        self._version = self._empty = empty_version(policy)
         self._counters = ClientCounters()
         self._gate = UpdateGate()
         self._checked = False
@@ -101,7 +108,7 @@ class VLLMServer:
         """
         o = check_request(ids, sampling, place, self._limits)
         async with self._gate.turn():
-            if self._version == NO_WEIGHTS:
+            if self._version == self._empty:
                 raise EngineError(f"{ROLE} ({self._endpoint.url}) was sent no weights yet: push them first (Sync.push)")
             begun = time.perf_counter()
             body = {
@@ -158,7 +165,7 @@ class VLLMServer:
             try:
                 served = await self._update(version, given)
             except BaseException:
-                self._version = NO_WEIGHTS
+                self._version = self._empty
                 raise
             self._version = version
             self._counters.spent("engine/load", begun)
