@@ -241,7 +241,7 @@ class _PackedReader:
     @property
     def computed(self) -> int:
         """Positions computed so far."""
-        return self._sharing.computed
+        return self._rows.computed
 
     def hidden(self, packed: Packed) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token.

@@ -76,9 +76,12 @@ class Alone:
 
     def __init__(self, out: ReadOut, kernels: KernelChoice) -> None:
         self._out, self._layout = out, RowLayout(kernels)
+        self.computed = 0
+        """Positions computed by all calls of `hidden` so far, without those that fill up rows."""
 
     def hidden(self, packed: Packed) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token."""
+        self.computed += len(packed.ids_N)
         return rows_alone(self._out, packed.ids_N, packed.lengths_S, packed.source_M, self._layout)
 
 
