@@ -245,6 +245,7 @@ SMALL = (
 )
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("built", [True, False])
 def test_a_run_trains_goes_on_branches_and_exports(tmp_path: Path, built: bool) -> None:
     reward = tmp_path / "mine.py"
