@@ -40,8 +40,8 @@ class Int8Linear(nn.Linear):
     def of(layer: nn.Linear) -> Int8Linear:
         """The nearest 8-bit layer. Its bias is the layer's own."""
         codes, scale = rounded(layer.weight.detach())
-        bias = cast("nn.Parameter | None", layer.bias)
-        return Int8Linear(codes, scale, None if bias is None else bias.requires_grad_(False))
+        layer.requires_grad_(False)
+        return Int8Linear(codes, scale, cast("nn.Parameter | None", layer.bias))
 
     def forward(self, input: Tensor) -> Tensor:
         y = cast("Tensor", _Product.apply(input, self.weight, self.scale))

@@ -174,7 +174,8 @@ class _TensorReader:
 
     def _check_others(self) -> None:
         """LookupError where no adapter is served, or where layers add something that was not sent."""
-        if self._model.lora_manager.lora_index_to_id.count(None):
+        manager: Any = self._model.lora_manager
+        if None in manager.lora_index_to_id:
             raise LookupError("vLLM serves no adapter")
         known = {s.data_ptr() for n in self._wanted if (s := self.stack(n)) is not None}
         for path, module in self._modules.items():
