@@ -62,7 +62,7 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
     quantize = run.model.quantize if there is None else found.run.model.quantize
     if run.model.quantize not in (None, quantize):
         raise ConfigError(
-            f"model={folder}: its adapter was trained over weights that were not in 8 bits, and goes on over them."
+            f"model={folder}: its adapter was trained over weights that were held otherwise, and goes on over them."
             " Leave model.quantize out; or export it merged first and give the merged model"
         )
     model = replace(run.model, path=path, lora=lora, quantize=quantize)

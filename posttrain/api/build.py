@@ -240,7 +240,9 @@ def make_parts(
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
         freeze=lambda: freeze(learner),
         teacher=lambda path: make_teacher(run, path, policy),
-        optimize=lambda config: StageOptimizer(learner.parameters(), config, run.model.kernels),
+        optimize=lambda config: StageOptimizer(
+            learner.parameters(), config, run.model.kernels, run.model.dtype == "float16"
+        ),
         settings={
             s.name: StageSetting(
                 others[s.name], replace(roles.rollout, environment=others[s.name], limits=run.env_of(s).limits)

@@ -195,14 +195,14 @@ class Choices:
     def needed(self) -> float:
         """GiB of the weights, of their copies, and of the optimizer's moments."""
         assert self.size is not None
-        each = 2 if self.dtype == "bfloat16" else 4
+        each = 4 if self.dtype == "float32" else 2
         reads = any(isinstance(s, Reinforce) and s.algorithm.reads & {"reference"} for s in self.run.stages)
         sampler = any(isinstance(s, Reinforce) for s in self.run.stages)
         # weights, gradients, two moments; a float32 master with its gradient below float32; sampler; reference
         per = each * (2 + sampler + reads) + 8 + (8 if each < 4 else 0)
         if self.run.model.lora is not None:  # one copy for all three; an adapter's own numbers are few
-            eight = self.run.model.quantize is not None  # learner and sampler share them
-            per = 1.2 if eight else each * (1 + (sampler and each == 4))
+            held = {"int8": 1.2, "nf4": 0.7}.get(self.run.model.quantize or "")  # learner and sampler share them
+            per = held or each * (1 + (sampler and each == 4))
         return per * self.size.parameters / GIB
 
     @property
@@ -215,7 +215,7 @@ class Choices:
         assert self.size is not None
         layer = 16 * self.size.hidden + 4 * self.size.ffn
         kept = layer * self.size.layers if not again else layer + self.size.hidden * self.size.layers
-        return kept * (2 if self.dtype == "bfloat16" else 4)
+        return kept * (4 if self.dtype == "float32" else 2)
 
     def warning(self) -> str:
         """A line where the model does not seem to fit; '' where it does."""

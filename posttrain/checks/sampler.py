@@ -147,6 +147,14 @@ def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens:
                 )
 
 
+def _told(band: Gauges, dtype: str) -> tuple[str, ...]:
+    """The noise band as a line for people, where rounding is coarser than float32."""
+    if "mismatch/band" not in band or dtype == "float32":
+        return ()
+    size = band["mismatch/band"].mean
+    return (f"noise band: sampler and learner differ by up to {size:.2g} nats for 99 % of tokens in {dtype}",)
+
+
 class SamplerCheck(Observer):
     """Sampler, learner and reference agree when they hold the same weights; rollouts hold what the engine sampled."""
 
@@ -168,7 +176,7 @@ class SamplerCheck(Observer):
                     reference_unmoved(roles.reference)
                 if self._fresh and any(g.episodes for g in groups):
                     self._fresh = False
-                    return ObserverReport(self._same_weights(roles, e, groups))
+                    return self._same_weights(roles, e, groups)
             case DifferentiatedEvent(packed, passes) if packed.first:
                 return ObserverReport(
                     self._ratio_is_one(roles, packed, list(zip(passes.micros, passes.logp, strict=True)))
@@ -177,7 +185,7 @@ class SamplerCheck(Observer):
                 pass
         return None
 
-    def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> Gauges:
+    def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> ObserverReport:
         """Before the first optimizer step of a stage: rho = 1, and KL 0 to a reference that began as the policy."""
         episodes = [s for g in groups for s in g.episodes]
         segments = [s for x in episodes for s in x.episode.segments]
@@ -198,7 +206,7 @@ class SamplerCheck(Observer):
         if roles.reference is not None and roles.own_reference and REFERENCE in episodes[0]:
             reference = np.concatenate([x for s in episodes for x in s[REFERENCE]])
             no_distance_yet(learner, reference, dtype, exact, packed.sampling.temperature)
-        return merge(seen, band)
+        return ObserverReport(merge(seen, band), _told(band, dtype))
 
     def _ratio_is_one(
         self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]

@@ -55,8 +55,10 @@ class Model:
     device: str = "cpu"
     """Where it computes: cpu, cuda, cuda:1, xpu. Not mps, because torch has no float64 there, by which tokens are drawn
     and weights are checked."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations. The head, its softmax and every loss are always float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of weights and activations. The head, its softmax, every loss and the weights that the optimizer updates are
+    always float32. Sampler and learner differ by about 1/8 as much in float16 as in bfloat16; it needs the loss to be
+    scaled, which is done by itself."""
     kernels: KernelChoice = "auto"
     """Which code learner, optimizer, reference and embedded engine use. auto: the fastest that works on this machine.
     compiled: the same, but do not start where the embedded engine has no kernels built by this machine's C compiler
@@ -64,9 +66,10 @@ class Model:
     definition; slow, for finding out whether a faster form is wrong."""
     lora: Lora | None = None
     """Train adapters of low rank beside frozen weights (`model.lora.rank=16`). None: train all weights."""
-    quantize: Literal["int8"] | None = None
-    """Hold the frozen linear layers beneath an adapter in 8 bits, in learner, reference and engine. int8: each row as
-    whole numbers times one scale. Takes less memory, and computes slower on a CPU. None: as they were loaded."""
+    quantize: Literal["int8", "nf4"] | None = None
+    """Hold the frozen linear layers beneath an adapter in few bits, in learner, reference and engine. int8: each row as
+    whole numbers of 8 bits times one scale. nf4: 4 bits, by torchao (2305.14314). Takes less memory, and computes
+    slower on a CPU. None: as they were loaded."""
     share_prefixes: bool = True
     """Compute what several sequences begin with once in the learner: the prompt of siblings, earlier turns. It changes
     results by rounding only, which its first use in a run proves."""

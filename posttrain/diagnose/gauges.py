@@ -105,6 +105,14 @@ REGISTRY: dict[str, Definition] = {
     ),
     "optim/lr": Definition("learning rate", "1", "as configured"),
     "optim/skipped": Definition("optimizer steps left out because their gradient was not finite", "steps", "0"),
+    "optim/loss_scale": Definition(
+        "factor of the loss in the backward pass of a float16 run", "1", "steady; it is halved at each overflow"
+    ),
+    "optim/overflowed": Definition(
+        "optimizer steps left out because the scaled gradient overflowed in float16",
+        "steps",
+        "0 but for a few at first",
+    ),
     "optim/steps": Definition("optimizer steps that moved weights", "steps", "= minibatches x epochs"),
     "learner/micro_batches": Definition(
         "forward and backward passes of an optimizer step, mean over optimizer steps",
@@ -136,6 +144,11 @@ REGISTRY: dict[str, Definition] = {
     ),
     "canary/frozen": Definition(
         "frozen tensors that are, bit for bit, what they were when the stage began", "tensors", "all that are frozen"
+    ),
+    "canary/scale_gap": Definition(
+        "float16: difference between the norms of the gradient in the optimizer and of the loss's own, relative",
+        "share",
+        "< 0.1",
     ),
     "canary/loss_gap": Definition(
         "largest difference between what the loss asked of a log-prob and what its definition asks, "

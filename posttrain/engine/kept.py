@@ -99,7 +99,7 @@ def kept(
     stops = tuple(stop_ids) if stop_ids else resolve_stops(words, module.generation_config)
     if model.lora is not None:
         if model.quantize is not None:
-            quantise(module)
+            quantise(module, model.quantize)
         _load_base(module, config / BASE)
     policy = prepared(model, module, words, stops, f"kept in {config.parent}", [], most)
     return with_adapter(policy, model, 0)

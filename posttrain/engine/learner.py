@@ -33,6 +33,7 @@ from posttrain.engine.readout import read_out
 from posttrain.engine.sharing import Sharing
 from posttrain.engine.stateful import Alone, is_stateful
 from posttrain.engine.transform import logit_dtype
+from posttrain.engine.wide_head import prove_logprobs
 
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""
@@ -231,6 +232,7 @@ class _PackedReader:
         self.module = policy.module
         self.context = policy.context
         self.kernels: KernelChoice = policy.kernels
+        self._proved = False
         self.out = read_out(policy.module)
         self._rows = (
             Alone(self.out, policy.kernels)
@@ -260,6 +262,9 @@ class _PackedReader:
     def head(self, packed: Packed, hidden: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-prob, entropy or None) [M] each."""
         out = self.out
+        if not self._proved and out.weight.dtype.itemsize < 4:
+            prove_logprobs(out, hidden, self.kernels)
+            self._proved = True
         return logprobs(
             hidden,
             out.weight,

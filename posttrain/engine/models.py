@@ -24,7 +24,7 @@ from posttrain.engine.adapter import attach
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
 from posttrain.engine.fingerprint import fingerprint, fingerprints
-from posttrain.engine.quantise import quantise, saved_bytes
+from posttrain.engine.quantise import quantise, saved_bytes, weights_of
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.saved_adapter import load_saved, saved_adapter
 from posttrain.engine.silence import silence
@@ -78,7 +78,7 @@ class Policy:
     @property
     def size(self) -> int:
         """Number of weights, ties counted once."""
-        return sum(p.numel() for p in self.module.parameters())
+        return weights_of(self.module)
 
     def describe(self) -> tuple[str, ...]:
         """What a run prints at its start."""
@@ -236,17 +236,17 @@ def load_policy(
 
 
 def with_adapter(policy: Policy, model: Model, seed: int) -> Policy:
-    """The policy with the adapter that `model.lora` asks for, attached in place, over 8-bit weights where
+    """The policy with the adapter that `model.lora` asks for, attached in place, over weights in few bits where
     `model.quantize` asks for them.
 
     Raises:
-        ConfigError: 8-bit weights without an adapter, or an adapter that fits no layer.
+        ConfigError: weights in few bits without an adapter, or an adapter that fits no layer.
     """
     check_quantise(model)
     if model.lora is None:
         return policy
     if model.quantize is not None:
-        quantise(policy.module)
+        quantise(policy.module, model.quantize)
     attach(policy.module, model.lora, seed)
     return replace(policy, lora=model.lora)
 
@@ -281,6 +281,8 @@ def prepared(
     notes = [*notes, *_check_vocabulary(tokenizer, module), *turn_end(tokenizer, stop_ids)]
     module.generation_config.eos_token_id = list(stop_ids)
     context = _context(model, module, most)
+    if _emulated(module):
+        notes += [_EMULATED]
     if is_stateful(module):
         notes += [_STATE, *prepare(module)]
     out, _ = accept(module, context)
@@ -298,6 +300,20 @@ def prepared(
         kernels=model.kernels,
         share_prefixes=model.share_prefixes,
     )
+
+
+_EMULATED = (
+    "this CPU has no float16 unit: torch computes in float32 and rounds each result to float16, which is exact and"
+    " slower than float32"
+)
+
+
+def _emulated(module: PreTrainedModel) -> bool:
+    """Whether float16 is emulated by rounding."""
+    if module.dtype != torch.float16 or module.device.type != "cpu":
+        return False
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return supported is None or not supported()
 
 
 _STATE = "the model keeps a recurrent state, so each sequence is computed in a row of its own and nothing is shared"
@@ -324,7 +340,7 @@ def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
 def _adapter_words(module: PreTrainedModel, lora: Lora) -> str:
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
     small, large = saved_bytes(module, module.dtype)
-    beneath = f", over linear layers in 8 bits ({small:,} bytes instead of {large:,})" if small else ""
+    beneath = f", over linear layers in few bits ({small:,} bytes instead of {large:,})" if small else ""
     return f"adapter: {lora.words()}: {len(adapter.layers(module))} layers, {count:,} parameters train{beneath}"
 
 

@@ -1,7 +1,8 @@
 """The optimizers of a stage: a global gradient clip, a schedule, master copies, and rules that update tensors.
 
-Weights below float32 have float32 master copies, so that updates smaller than a weight's rounding add up. The whole
-state of an optimizer is a set of named tensors.
+Weights below float32 have float32 master copies, so that updates smaller than a weight's rounding add up. In a float16
+run the loss is scaled (`loss_scale`), and all parameters have copies, in which the unscaled gradient is summed. The
+whole state of an optimizer is a set of named tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from posttrain.core.errors import InvariantError, RunFolderError
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.stage import fits
+from posttrain.engine.loss_scale import WORDS, LossScale
 from posttrain.engine.update_rules import Moments, Momentum, Orthogonal, UpdateRule
 
 NOT_HIDDEN = ("embed*", "*_embed*", "wte", "wpe", "lm_head", "embed_out", "value_head")
@@ -33,15 +35,26 @@ class StageOptimizer:
         parameters: by name, in a fixed order; float32, float64, or a narrower dtype with a master copy. A step does not
             change parameters without a gradient, nor those that `config` freezes.
         kernels: the choice of kernels (`Model.kernels`).
+        scaled: whether losses are scaled, because the model computes in float16.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], config: Optimizer, kernels: KernelChoice = "auto") -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        config: Optimizer,
+        kernels: KernelChoice = "auto",
+        scaled: bool = False,
+    ) -> None:
         self.config = config
+        self._scale = LossScale() if scaled else None
         self.steps = 0
         """Optimizer steps taken."""
         self._frozen = [p for n, p in parameters.items() if config.frozen(n)]
         self._parameters = {n: p for n, p in parameters.items() if not config.frozen(n)}
-        self._masters = {n: p.detach().float().clone() for n, p in self._parameters.items() if p.dtype.itemsize < 4}
+        copied = {n: p for n, p in self._parameters.items() if scaled or p.dtype.itemsize < 4}
+        self._masters = {
+            n: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for n, p in copied.items()
+        }
         self._moved = {n: self._masters.get(n, p) for n, p in self._parameters.items()}
         self._rules: dict[str, UpdateRule] = {}
         for rule, names in self._divided():
@@ -68,6 +81,11 @@ class StageOptimizer:
         """Learning rate of the next step, of parameters without a factor of their own."""
         return self.config.lr * self.config.share(self.steps + 1)
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the loss of the next backward pass is multiplied."""
+        return 1.0 if self._scale is None else self._scale.value
+
     def words(self) -> str:
         """What is unusual about it, as a line for people; '' where nothing is."""
         out: list[str] = []
@@ -81,6 +99,8 @@ class StageOptimizer:
             out.append(f"{self.config.kind} updates {moved} tensors")
         if self._frozen:
             out.append(f"{len(self._frozen)} of {moved + len(self._frozen)} tensors are frozen")
+        if self._scale is not None:
+            out.append(f"the loss is scaled by {self._scale.value:g} at first")
         if self.config.ema is not None:
             out.append(f"a moving average of the weights is kept (decay {self.config.ema:g})")
         return "; ".join(out)
@@ -97,7 +117,8 @@ class StageOptimizer:
     def step(self) -> float:
         """Clip the gradients globally, update, and clear them. Returns the gradient norm before the clip.
 
-        If the norm is not finite, weights, moments and averages do not change, and the step is not counted.
+        If the norm is not finite, weights, moments and averages do not change, and the step is not counted. A scale of
+        the loss shrinks then.
         """
         self._follow_weights()
         self.gather()
@@ -113,6 +134,8 @@ class StageOptimizer:
             self.steps += 1
             self._publish_masters()
             self._follow_average()
+        if self._scale is not None:
+            self._scale.after(size)
         for t in (*self._moved.values(), *self._parameters.values()):
             t.grad = None
         return size
@@ -134,6 +157,7 @@ class StageOptimizer:
         for name, rule in self._rules.items():
             out |= {f"{word}.{name}": part for word, part in rule.state(name).items()}
         out |= {f"master.{name}": master for name, master in self._masters.items()}
+        out |= {} if self._scale is None else self._scale.state()
         return out | {f"ema.{name}": average for name, average in self._average.items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -144,6 +168,7 @@ class StageOptimizer:
         """
         left = dict(tensors)
         steps = left.pop("steps", None)
+        scale = {word: left.pop(word) for word in WORDS if self._scale is not None and word in left}
         new: dict[str, dict[str, Tensor]] = {}
         for name, rule in self._rules.items():
             forms = rule.forms(name)
@@ -156,9 +181,12 @@ class StageOptimizer:
         copies |= {f"ema.{n}": t for n, t in self._average.items()}
         held = {name: left.pop(name, None) for name in copies}
         foreign = [*left, *(n for n, t in held.items() if t is None or t.shape != copies[n].shape)]
-        if steps is None or foreign:
-            raise RunFolderError(_foreign(foreign[0] if foreign else "steps"))
+        missing = ["steps"] * (steps is None) + ["loss_scale"] * (self._scale is not None and len(scale) < len(WORDS))
+        if steps is None or missing or foreign:
+            raise RunFolderError(_foreign([*foreign, *missing][0]))
         self.steps = int(steps)
+        if self._scale is not None:
+            self._scale.load(scale)
         for name, rule in self._rules.items():
             rule.inner.state.pop(rule.tensors[name], None)
             if new[name]:
@@ -169,14 +197,16 @@ class StageOptimizer:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Add the gradients of low-precision weights to those of their masters, so that micro-batches
-        are summed in float32. Gradients of frozen parameters are dropped."""
+        """Add the gradients of weights that have masters to those of their masters, without the scale of the loss, so
+        that micro-batches are summed in float32. Gradients of frozen parameters are dropped."""
         for p in self._frozen:
             p.grad = None
         for name, master in self._masters.items():
             p = self._parameters[name]
             if p.grad is not None:
-                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                found = p.grad.to(master.dtype)
+                found = found if self._scale is None else found.mul_(1 / self._scale.value)
+                master.grad = found if master.grad is None else master.grad.add_(found)
                 p.grad = None
 
     def _divided(self) -> Iterator[tuple[Rules, list[str]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.faults import adapters, engine, learning, machine, packing, updates, world
+from posttrain.faults import adapters, engine, learning, machine, packing, precision, updates, world
 from posttrain.faults.registry import FAULTS, Fault, find, planted, refuse_silent
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "machine",
     "packing",
     "planted",
+    "precision",
     "refuse_silent",
     "updates",
     "world",

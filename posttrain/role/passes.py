@@ -44,12 +44,14 @@ class Passes:
     """(value, d loss / d value), if the loss reads values."""
     stale_gradients: int = 0
     """Parameters that still held a gradient before the first backward pass. There should be none."""
+    scale: float = 1.0
+    """The factor of the loss in the backward passes. The gradients here are without it."""
 
     @classmethod
-    def of(cls, needs: Needs, learner: Learner) -> Passes:
+    def of(cls, needs: Needs, learner: Learner, scale: float = 1.0) -> Passes:
         """Start recording, before the first forward pass."""
         held = [p.grad for p in learner.parameters().values()] if needs.gradients else []
-        return cls(needs, stale_gradients=sum(g is not None and bool(g.any()) for g in held))
+        return cls(needs, stale_gradients=sum(g is not None and bool(g.any()) for g in held), scale=scale)
 
     def joined(self, batch: Batch, parts: Sequence[np.ndarray]) -> np.ndarray:
         """[M]: values per spoken token of each micro-batch, in the order of the minibatch.
@@ -81,12 +83,12 @@ class Passes:
         if not self.needs.gradients:
             return
         if scores.entropy is not None and scores.entropy.requires_grad:
-            scores.entropy.register_hook(lambda grad: self.entropy_grad.append(_numbers(grad)))
+            scores.entropy.register_hook(lambda grad: self.entropy_grad.append(_numbers(grad) / self.scale))
         if scores.value is not None and scores.value.requires_grad:
             said = _numbers(scores.value)
-            scores.value.register_hook(lambda grad: self.value.append((said, _numbers(grad))))
+            scores.value.register_hook(lambda grad: self.value.append((said, _numbers(grad) / self.scale)))
         if scores.logp.requires_grad:
-            scores.logp.register_hook(lambda grad: self.logp_grad.append(_numbers(grad)))
+            scores.logp.register_hook(lambda grad: self.logp_grad.append(_numbers(grad) / self.scale))
 
 
 def _numbers(x: Tensor) -> np.ndarray:

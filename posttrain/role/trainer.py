@@ -105,6 +105,12 @@ class WeightOptimizer(Protocol):
         """Learning rate of the next step."""
         ...
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in the next backward pass; 1 where losses are not scaled. `gather` divides by it. A
+        step whose gradient is not finite makes it smaller, unless it is 1."""
+        ...
+
     def trained(self) -> Mapping[str, torch.Tensor]:
         """The tensors that a step updates, by parameter: the master copy of a parameter that has one."""
         ...
@@ -159,7 +165,8 @@ class Trainer:
         """
         packed = PackedEvent(index, batch, first, self.version)
         watch.emit(packed)
-        lr, passes = self.optimizer.lr, Passes.of(watch.needs(packed), self.learner)
+        lr, scale = self.optimizer.lr, self.optimizer.loss_scale
+        passes = Passes.of(watch.needs(packed), self.learner, scale)
         self.learner.train_mode(True)
         parts, packing = list[Terms](), Packing(self.micro_tokens)
         with self._frozen():
@@ -168,13 +175,15 @@ class Trainer:
                 passes.record(micro, scores, episodes)
                 packing.add(micro, scores)
                 terms = loss.terms(micro, scores)
-                terms.loss.backward()
+                (terms.loss if scale == 1 else terms.loss * scale).backward()
                 self.optimizer.gather()
                 parts.append(Terms(terms.loss.detach(), terms.gauges))
         watch.emit(DifferentiatedEvent(packed, passes))
-        gauges = merge(loss.gauges(batch, parts), self._update(batch, loss), packing.gauges())
-        watch.emit(LearnedEvent(packed, passes, lr))
-        return gauges
+        overflow = scale > 1 and all(bool(torch.isfinite(part.loss)) for part in parts)
+        updated = self._update(batch, loss, overflow)
+        if "optim/overflowed" not in updated:
+            watch.emit(LearnedEvent(packed, passes, lr))
+        return merge(loss.gauges(batch, parts), updated, packing.gauges())
 
     def _micros(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch]]:
         """The micro-batches, each with its episodes in the minibatch.
@@ -217,15 +226,23 @@ class Trainer:
             for p in still:
                 p.requires_grad_(True)
 
-    def _update(self, batch: Batch, loss: Loss) -> Gauges:
-        """The optimizer's step. If the gradient is not finite, each unit's loss is computed alone to find the cause."""
-        lr = self.optimizer.lr
+    def _update(self, batch: Batch, loss: Loss, overflow: bool) -> Gauges:
+        """The optimizer's step. If the gradient is not finite, each unit's loss is computed alone to find the cause.
+
+        Args:
+            overflow: the scale of the loss alone can be that cause. Then the step is left out, and the next one has a
+                smaller scale.
+        """
+        lr, scale = self.optimizer.lr, self.optimizer.loss_scale
         norm = self.optimizer.step()
         self.learner.train_mode(False)
+        scaled = {"optim/loss_scale": Gauge(scale, 1)} if scale != 1 else {}
+        if not math.isfinite(norm) and overflow:
+            return scaled | {"optim/overflowed": Gauge(1, 1), "optim/steps": Gauge(0, 1)}
         if not math.isfinite(norm):
             raise NonFiniteGradient(norm, self.version + 1, self._culprits(batch, loss), batch.episodes)
         self.version, self.skipped = self.version + 1, 0
-        return {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
+        return scaled | {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
     def _culprits(self, batch: Batch, loss: Loss) -> list[int]:
         """Episodes of the units whose own loss or gradient is not finite. The weights have not changed since."""

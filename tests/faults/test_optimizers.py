@@ -31,6 +31,8 @@ class Momentum:
         self.parameters = dict(parameters)
         self.momentum = {n: torch.zeros_like(p) for n, p in parameters.items()}
 
+    loss_scale = 1.0
+
     @property
     def lr(self) -> float:
         return self.config.lr

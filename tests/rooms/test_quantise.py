@@ -1,8 +1,9 @@
-"""Frozen weights in 8 bits: what they are, what is computed with them, what they take, and where they are refused."""
+"""Frozen weights in 8 or 4 bits: what they are, what is computed with them, what they take, where they are refused."""
 
 from __future__ import annotations
 
 import asyncio
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from posttrain.engine import adapter
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
-from posttrain.engine.quantise import Int8Linear, is_quantised, rounded
+from posttrain.engine.quantise import Int8Linear, is_quantised, make_float, rounded
 from posttrain.engine.saved_adapter import save_adapter
 from posttrain.recipe.recipes import recipe
 from posttrain.role.sync import Sync
@@ -34,9 +35,15 @@ from tests.rooms.engine_parts import ALPHABET, packed, tiny
 LORA = Lora(rank=4)
 
 
-def eight(arch: str = "qwen3", dtype: str = "float32", lora: Lora = LORA, **sizes: Any) -> Policy:
-    """A tiny policy with an adapter, that has learned something, over 8-bit weights."""
-    policy = load_policy(tiny(arch, dtype=dtype, lora=lora, quantize="int8", **sizes), ALPHABET, 0)
+TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed: posttrain[nf4]")
+KINDS = ["int8", pytest.param("nf4", marks=TORCHAO)]
+
+
+def few_bits(
+    kind: str = "int8", arch: str = "qwen3", dtype: str = "float32", lora: Lora = LORA, **sizes: Any
+) -> Policy:
+    """A tiny policy with an adapter, that has learned something, over quantised weights."""
+    policy = load_policy(tiny(arch, dtype=dtype, lora=lora, quantize=kind, **sizes), ALPHABET, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in adapter.adapter_tensors(policy.module).items():
@@ -64,9 +71,9 @@ def test_a_row_of_zeros_stays_zeros() -> None:
     assert not codes.any() and bool((scale > 0).all())
 
 
+@TORCHAO
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_they_are_as_near_as_torchaos(dtype: torch.dtype) -> None:
-    pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao")
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     torch.manual_seed(0)
@@ -106,7 +113,7 @@ def test_product_and_gradient_are_those_of_the_float_weight(bias: bool) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "gemma"])
 def test_only_the_decoders_linear_layers_are_rounded(arch: str, dtype: str) -> None:
-    policy, before = eight(arch, dtype), load_policy(tiny(arch, dtype=dtype), ALPHABET, 0)
+    policy, before = few_bits("int8", arch, dtype), load_policy(tiny(arch, dtype=dtype), ALPHABET, 0)
     held, was = adapter.base_tensors(policy.module), adapter.base_tensors(before.module)
     rounded_names = {n for n, t in held.items() if t.dtype == torch.int8}
     assert len(rounded_names) == 7 * 2
@@ -115,15 +122,14 @@ def test_only_the_decoders_linear_layers_are_rounded(arch: str, dtype: str) -> N
     assert set(held) == set(was) | {n.removesuffix("weight") + "scale" for n in rounded_names}
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_only_the_adapter_trains_and_its_gradient_is_that_over_float_weights(dtype: str) -> None:
-    learner = HFLearner(eight(dtype=dtype))
+def test_only_the_adapter_trains_and_its_gradient_is_that_over_float_weights(dtype: str, kind: str) -> None:
+    learner = HFLearner(few_bits(kind, dtype=dtype))
     own = set(adapter.adapter_tensors(learner.policy.module))
     assert set(learner.parameters()) == {*own, "value_head.weight", "value_head.bias"}
     if dtype == "bfloat16":
         return
-    from posttrain.engine.quantise import make_float
-
     other = HFLearner(learner.policy.clone())
     make_float(other.policy.module, torch.float32)
     for one in (learner, other):
@@ -134,9 +140,10 @@ def test_only_the_adapter_trains_and_its_gradient_is_that_over_float_weights(dty
         )
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_engine_serves_the_same_numbers(dtype: str) -> None:
-    policy = eight(dtype=dtype)
+def test_the_engine_serves_the_same_numbers(dtype: str, kind: str) -> None:
+    policy = few_bits(kind, dtype=dtype)
     learner, base = HFLearner(policy), base_digest(policy)
     engine = EmbeddedEngine(policy.twin().module, slots=4, context=policy.context, version=-2)
     served = asyncio.run(Sync(learner, engine, probe_ids(policy), dtype=dtype).push(0))
@@ -148,24 +155,26 @@ def test_the_engine_serves_the_same_numbers(dtype: str) -> None:
     np.testing.assert_allclose(learner.score(packed(3)), exact, atol=bound)
 
 
-def test_an_engine_over_the_float_weights_is_found() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_over_the_float_weights_is_found(kind: str) -> None:
     """The fault that this setting could have: what is sampled from is not what is trained on."""
-    policy = eight()
+    policy = few_bits(kind)
     other = load_policy(tiny(lora=LORA), ALPHABET, 0)
     engine = EmbeddedEngine(other.module, slots=4, context=policy.context, version=-2)
     with pytest.raises(InvariantError, match="fingerprint"):
         asyncio.run(Sync(HFLearner(policy), engine, probe_ids(policy)).push(0))
 
 
-def test_memory_in_training_is_that_of_the_codes() -> None:
-    """Weights of a quarter of the bytes, and a backward pass that keeps no float copy of them."""
+@pytest.mark.parametrize(("kind", "share"), [("int8", 0.3), pytest.param("nf4", 0.2, marks=TORCHAO)])
+def test_memory_in_training_is_that_of_the_codes(kind: str, share: float) -> None:
+    """Weights of a quarter of the bytes or an eighth, and a backward pass that keeps no float copy of them."""
     sizes = {"hidden": 128, "layers": 4, "ffn": 512, "heads": 4, "kv_heads": 4}
     lora = Lora(rank=2, targets=("q_proj", "down_proj"))
-    one = HFLearner(eight(lora=lora, **sizes))
+    one = HFLearner(few_bits(kind, lora=lora, **sizes))
     two = HFLearner(load_policy(tiny(lora=lora, **sizes), ALPHABET, 0))
     held = [sum(t.nbytes for t in adapter.base_tensors(x.policy.module).values()) for x in (one, two)]
     layer = max(t.nbytes for t in adapter.base_tensors(two.policy.module).values())
-    assert held[0] < 0.3 * held[1]
+    assert one.policy.size == two.policy.size and held[0] < share * held[1]
 
     def work(learner: HFLearner) -> None:
         learner.forward(packed(2), entropy=False, value=False).logp.sum().backward()
@@ -173,11 +182,12 @@ def test_memory_in_training_is_that_of_the_codes() -> None:
     for learner in (one, two):
         work(learner)  # its gradients and caches are there afterwards
     peaks = [peak_bytes(lambda learner=learner: work(learner)) for learner in (one, two)]
-    assert peaks[0] <= peaks[1] + 2 * layer, (peaks, layer)
+    assert peaks[0] <= peaks[1] + (2 if kind == "int8" else 8) * layer, (peaks, layer)
 
 
-def test_twins_share_the_codes() -> None:
-    policy = eight()
+@pytest.mark.parametrize("kind", KINDS)
+def test_twins_share_the_codes(kind: str) -> None:
+    policy = few_bits(kind)
     twin = policy.twin()
     ours, theirs = adapter.base_tensors(policy.module), adapter.base_tensors(twin.module)
     assert all(theirs[n] is t for n, t in ours.items() if isinstance(t, nn.Parameter))
@@ -185,9 +195,10 @@ def test_twins_share_the_codes() -> None:
     assert base_digest(beside) == base_digest(policy)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_saved_merged_is_plain_and_computes_the_same(tmp_path: Path, dtype: str) -> None:
-    learner = HFLearner(eight(dtype=dtype))
+def test_what_is_saved_merged_is_plain_and_computes_the_same(tmp_path: Path, dtype: str, kind: str) -> None:
+    learner = HFLearner(few_bits(kind, dtype=dtype))
     learner.policy.save(tmp_path / "m")
     again = load_policy(tiny(path=str(tmp_path / "m"), dtype=dtype), None, 0)
     assert not is_quantised(again.module) and is_quantised(learner.policy.module)
@@ -195,16 +206,17 @@ def test_what_is_saved_merged_is_plain_and_computes_the_same(tmp_path: Path, dty
     np.testing.assert_allclose(HFLearner(again).score(packed(3)), learner.score(packed(3)), atol=bound)
 
 
-def test_the_adapter_alone_is_saved_and_read_over_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_adapter_alone_is_saved_and_read_over_the_same_weights(tmp_path: Path, kind: str) -> None:
     load_policy(tiny(), ALPHABET, 0).save(tmp_path / "base")
-    model = tiny(path=str(tmp_path / "base"), lora=LORA, quantize="int8")
+    model = tiny(path=str(tmp_path / "base"), lora=LORA, quantize=kind)  # type: ignore[arg-type]
     policy = load_policy(model, None, 0)
     with torch.no_grad():
         for name, tensor in adapter.adapter_tensors(policy.module).items():
             if "lora_B" in name:
                 tensor.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
     save_adapter(policy, tmp_path / "a", str(tmp_path / "base"))
-    again = load_policy(tiny(path=str(tmp_path / "a"), quantize="int8"), None, 0)
+    again = load_policy(tiny(path=str(tmp_path / "a"), quantize=kind), None, 0)
     assert HFLearner(again).fingerprint() == HFLearner(policy).fingerprint()
 
 
@@ -215,7 +227,7 @@ def test_the_adapter_alone_is_saved_and_read_over_the_same_weights(tmp_path: Pat
     ("words", "message"),
     [
         ("model.quantize=int8", "all weights train"),
-        ("model.quantize=int3 model.lora=4", "int8"),
+        ("model.quantize=int3 model.lora=4", "int8, nf4"),
         ("model.quantize=int8 model.lora=4 model.lora.dora=true", "DoRA"),
         ("model.quantize=int8 model.lora=4 engine=vllm", "engine=embedded"),
     ],
@@ -236,21 +248,34 @@ def test_it_is_refused_for_weights_that_train_and_for_other_layers(tmp_path: Pat
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
+def test_four_bits_without_torchao_are_refused() -> None:
+    with pytest.raises(ConfigError, match="posttrain.nf4"):
+        few_bits("nf4")
+
+
+@TORCHAO
+def test_weights_that_make_no_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="blocks of 64"):
+        few_bits("nf4", hidden=24, heads=2, kv_heads=1, ffn=40)
+
+
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 SMALL = (
     *("rl.prompts=2", "rl.siblings=4", "rl.sampling.max_tokens=6", "evaluation.samples=1", "env.heldout=2"),
     *("rl.eval_every=0", "rl.checkpoint_every=1", "slots=8", "threads=1", "rl.optimizer.lr=0.01"),
-    *("model.quantize=int8", "model.lora.rank=4", "rl.steps=2"),
+    *("model.lora.rank=4", "rl.steps=2"),
 )
 
 
 @pytest.mark.prove
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("built", [True, False])
-def test_a_run_trains_goes_on_branches_and_exports(tmp_path: Path, built: bool) -> None:
+def test_a_run_trains_goes_on_branches_and_exports(tmp_path: Path, built: bool, kind: str) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text("def odd(task, text):\n    return float(sum(map(ord, text)) % 2)\n")
-    words = [*SMALL, f"env.rewards={reward}:odd"]
+    words = [*SMALL, f"model.quantize={kind}", f"env.rewards={reward}:odd"]
     if not built:
         full = [w for w in words if not w.startswith(("model.quantize", "model.lora"))]
         posttrain.run("grpo", *full, out=tmp_path / "full", quiet=True)
@@ -260,15 +285,15 @@ def test_a_run_trains_goes_on_branches_and_exports(tmp_path: Path, built: bool) 
     kept = run / "model" / "base.safetensors"
     assert kept.exists() == built
     if built:
-        assert torch.int8 in {t.dtype for t in load_file(kept).values()}
+        assert (torch.int8 if kind == "int8" else torch.uint8) in {t.dtype for t in load_file(kept).values()}
     posttrain.run(resume=run, steps=3, quiet=True)
     merged = posttrain.export(run, tmp_path / "merged")
     card = (Path(merged) / "README.md").read_text()
-    assert "8 bits" in card
+    assert "few bits" in card
     policy = load_policy(tiny(path=str(merged), context=None), None, 0)
     assert not is_quantised(policy.module)
     if built:
         more = tmp_path / "more"
         branch = [w for w in words if not w.startswith(("model.quantize", "model.lora"))]
         posttrain.run("grpo", *branch, f"model={run}", out=more, quiet=True)
-        assert run_file(more).run.model.quantize == "int8"
+        assert run_file(more).run.model.quantize == kind

@@ -21,6 +21,7 @@ from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.slots import Slots
 from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.kernels import kernel
+from posttrain.engine.wide_head import prove_logits
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields in which architectures store the number of experts of a layer."""
@@ -48,6 +49,7 @@ class CachedModel:
     ) -> None:
         self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.read_out, shapes = accept(module, context)
+        prove_logits(self.read_out)
         if not shapes:
             raise EngineError(
                 f"{type(module).__name__} keeps a recurrent state, so it cannot draft. Leave engine.draft out"

@@ -26,6 +26,7 @@ from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.slots import Slots
 from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.stateful import BATCH, RowLayout, rows_alone
+from posttrain.engine.wide_head import prove_logits
 
 TOKEN = LayerShape(1, 1, 1)
 """What is cached of a token: its id, as one key."""
@@ -52,6 +53,7 @@ class RecomputedModel(CachedModel):
             )
         self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.read_out, _ = accept(module, context)
+        prove_logits(self.read_out)
         if self.vocabulary > MOST_IDS:
             raise EngineError(f"a vocabulary of {self.vocabulary:,} ids: at most {MOST_IDS:,} can be cached")
         self.kernels = kernels
