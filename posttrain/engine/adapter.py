@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.adapter import ALL_LINEAR, Lora
 from posttrain.core.errors import ConfigError, EngineError
-from posttrain.engine.quantise import float_layer, make_float
+from posttrain.engine.quantise import float_layer, make_float, saved_bytes
 from posttrain.engine.readout import read_out
 
 if TYPE_CHECKING:
@@ -126,6 +126,14 @@ def target_names(module: nn.Module) -> list[str]:
     words = sorted({name.rpartition(".")[2] for name in found})
     named = [n for n, part in module.named_modules() if n.rpartition(".")[2] in words]
     return words if len(named) == len(found) else sorted(found)
+
+
+def words(module: nn.Module, lora: Lora) -> str:
+    """The adapter of a module, as a line for people."""
+    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    small, large = saved_bytes(module, next(p.dtype for p in module.parameters() if p.dtype.is_floating_point))
+    beneath = f", over linear layers in few bits ({small:,} bytes instead of {large:,})" if small else ""
+    return f"adapter: {lora.words()}: {len(layers(module))} layers, {count:,} parameters train{beneath}"
 
 
 @contextmanager

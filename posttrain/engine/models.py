@@ -24,7 +24,7 @@ from posttrain.engine.adapter import attach
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
 from posttrain.engine.fingerprint import fingerprint, fingerprints
-from posttrain.engine.quantise import quantise, saved_bytes, weights_of
+from posttrain.engine.quantise import quantise, weights_of
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.saved_adapter import load_saved, saved_adapter
 from posttrain.engine.silence import silence
@@ -89,7 +89,7 @@ class Policy:
             f"model: {type(self.module).__name__} {self.source}, {self.size:,} parameters, {dtype} on {self.device}",
             f"vocabulary: {len(self.tokenizer):,} tokens, {rows:,} embedding rows; context: {self.context:,} tokens",
             f"stop tokens: {stops}",
-            *(() if self.lora is None else (_adapter_words(self.module, self.lora),)),
+            *(() if self.lora is None else (adapter.words(self.module, self.lora),)),
             *(f"note: {note}" for note in self.notes),
         )
 
@@ -335,13 +335,6 @@ def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
             f" {bound}"
         )
     return wanted
-
-
-def _adapter_words(module: PreTrainedModel, lora: Lora) -> str:
-    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    small, large = saved_bytes(module, module.dtype)
-    beneath = f", over linear layers in few bits ({small:,} bytes instead of {large:,})" if small else ""
-    return f"adapter: {lora.words()}: {len(adapter.layers(module))} layers, {count:,} parameters train{beneath}"
 
 
 def _embedding_rows(module: PreTrainedModel) -> int:
