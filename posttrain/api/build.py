@@ -192,7 +192,9 @@ class PolicyRoles:
 def make_roles(run: Run, policy: Policy, env: Environment) -> PolicyRoles:
     """The learner, the engine (with its own copy of the weights) and the rollout of one policy."""
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
-    learner = HFLearner(policy, gradient_checkpointing=run.model.gradient_checkpointing)
+    learner = HFLearner(
+        policy, gradient_checkpointing=run.model.checkpointing, offload_activations=run.model.offload_activations
+    )
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     serving = make_engine(run, policy, renderer.decode)

@@ -23,6 +23,9 @@ NAME = re.compile(r"\w[\w-]{0,63}")
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 """Pattern of a device as torch names it."""
 
+Checkpointing = Literal["none", "selective", "full"]
+"""Which activations are computed again in the backward pass: see `Model.gradient_checkpointing`."""
+
 BUILT_CONTEXT = 512
 """Positions of a built model, where `Model.context` is not set."""
 
@@ -73,8 +76,14 @@ class Model:
     share_prefixes: bool = True
     """Compute what several sequences begin with once in the learner: the prompt of siblings, earlier turns. It changes
     results by rounding only, which its first use in a run proves."""
-    gradient_checkpointing: bool = False
-    """Compute a forward pass twice to keep less of it in memory."""
+    warm_up: bool | None = None
+    """Compute the largest pass that the settings allow once before the first step of a stage, so that memory that does
+    not suffice shows at once. Nothing is learned from it. None: on every device but the CPU."""
+    gradient_checkpointing: Checkpointing | bool = "none"
+    """What the backward pass computes again instead of keeping it in memory. selective: all but matrix products and
+    attention, which costs little. full: whole layers. true and false stand for full and none."""
+    offload_activations: bool = False
+    """Keep activations in the memory of the CPU until the backward pass. Only for accelerators."""
     history: Literal["append", "rewrite"] = "append"
     """What to do where the chat template changes earlier turns of a conversation, for example drops their reasoning.
     append: refuse it. rewrite: each turn becomes a sequence of its own, after the conversation as
@@ -85,13 +94,29 @@ class Model:
             raise ConfigError(
                 f"model.device={self.device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu"
             )
+<<<<<<< HEAD
         if self.quantize is not None and self.lora is not None and self.lora.dora:
             raise ConfigError(
                 f"model.quantize={self.quantize} with model.lora.dora=true: PEFT computes DoRA's norms from float"
                 " weights. Set one of them off"
+=======
+        if isinstance(self.gradient_checkpointing, bool):
+            object.__setattr__(self, "gradient_checkpointing", "full" if self.gradient_checkpointing else "none")
+        if self.offload_activations and self.device == "cpu":
+            raise ConfigError(
+                "model.offload_activations=true moves activations from an accelerator to the memory of the CPU; with"
+                " model.device=cpu they are there. Set it to false, or keep fewer with"
+                " model.gradient_checkpointing=selective"
+>>>>>>> nine
             )
         if self.path is None:
             self._check_sizes()
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """`gradient_checkpointing` as a word."""
+        how = self.gradient_checkpointing
+        return ("full" if how else "none") if isinstance(how, bool) else how
 
     def _check_sizes(self) -> None:
         """ConfigError where no model of `arch` can be built at these sizes."""

@@ -6,23 +6,23 @@ Axis letters: N packed positions, M spoken tokens, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import Packed
 from posttrain.core.engines import KernelChoice
-from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.errors import DataError, InvariantError
+from posttrain.core.run import Checkpointing
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
 from posttrain.core.types import Top
-from posttrain.engine import attention
+from posttrain.engine.activations import keep_less, kept_on_the_cpu
 from posttrain.engine.adapter import loud, switched_off
 from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.logit_rules import LogitRules
@@ -47,29 +47,19 @@ class HFLearner:
     optimizer step changes both.
 
     Args:
-        gradient_checkpointing: recompute each layer in the backward instead of keeping its activations.
+        gradient_checkpointing: which activations the backward computes again instead of keeping them (`activations`).
+        offload_activations: keep activations in the memory of the CPU until the backward.
     """
 
-    def __init__(self, policy: Policy, *, gradient_checkpointing: bool = False) -> None:
+    def __init__(
+        self, policy: Policy, *, gradient_checkpointing: Checkpointing = "none", offload_activations: bool = False
+    ) -> None:
         self.policy = policy
         self.value_head = _zero_head(policy)
         self._frozen: dict[str, str] | None = None
         self._reader = _PackedReader(policy)
-        if gradient_checkpointing:
-            if not hasattr(policy.module, "activation_checkpointing_enable"):
-                raise ConfigError(
-                    f"model.gradient_checkpointing=true needs transformers >= 5.23, and {transformers.__version__} is"
-                    " installed. Set it to false, or install a newer one (vLLM 0.32 asks for an older one: sample with"
-                    " another engine, or with a vLLM server)"
-                )
-            try:
-                policy.module.activation_checkpointing_enable()
-                attention.keep_layout_in_recomputation(policy.module)
-            except ValueError as error:
-                raise ConfigError(
-                    f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to"
-                    " false and lower micro_tokens"
-                ) from error
+        self._offload = offload_activations
+        keep_less(policy.module, gradient_checkpointing)
 
     def forward(
         self,
@@ -82,7 +72,8 @@ class HFLearner:
     ) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
         before = self._reader.computed
-        hidden = self._reader.hidden(packed)
+        with kept_on_the_cpu() if self._offload else nullcontext():
+            hidden = self._reader.hidden(packed)
         logp, spread = self._reader.head(packed, hidden, entropy)
         candidates = (
             None
