@@ -47,7 +47,6 @@ class HeldOutResult:
     """Updates between the measured weights and the exported ones."""
 
 
-<<<<<<< HEAD
 FEW_BITS = (
     "The adapter was trained over linear layers in few bits (`model.quantize`). Merged weights are the float numbers"
     " that those stand for, with the adapter added; they are not the rounded ones of the base model. An adapter alone"
@@ -55,12 +54,9 @@ FEW_BITS = (
 )
 
 
-def model_card(folder: Path, checkpoint: Checkpoint, name: str, *, ema: bool = False) -> str:
-=======
 def model_card(
     folder: Path, checkpoint: Checkpoint, name: str, *, ema: bool = False, links: Sequence[LineageLink] = ()
 ) -> str:
->>>>>>> nine
     """The README.md of the model that a checkpoint of a run folder holds.
 
     Args:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from posttrain.core.adapter import Lora
+from posttrain.core.adapter import Lora, check_frozen, check_served_elsewhere, refuse_dora
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.engines import Embedded, Engine, KernelChoice
 from posttrain.core.env import Env
@@ -94,12 +94,7 @@ class Model:
             raise ConfigError(
                 f"model.device={self.device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu"
             )
-<<<<<<< HEAD
-        if self.quantize is not None and self.lora is not None and self.lora.dora:
-            raise ConfigError(
-                f"model.quantize={self.quantize} with model.lora.dora=true: PEFT computes DoRA's norms from float"
-                " weights. Set one of them off"
-=======
+        refuse_dora(self.lora, self.quantize)
         if isinstance(self.gradient_checkpointing, bool):
             object.__setattr__(self, "gradient_checkpointing", "full" if self.gradient_checkpointing else "none")
         if self.offload_activations and self.device == "cpu":
@@ -107,7 +102,6 @@ class Model:
                 "model.offload_activations=true moves activations from an accelerator to the memory of the CPU; with"
                 " model.device=cpu they are there. Set it to false, or keep fewer with"
                 " model.gradient_checkpointing=selective"
->>>>>>> nine
             )
         if self.path is None:
             self._check_sizes()
@@ -138,15 +132,6 @@ class Model:
             )
         if self.arch != "gpt2" and (self.hidden // self.heads) % 2:
             raise ConfigError(f"{self.arch} rotates pairs: hidden / heads = {self.hidden // self.heads} must be even")
-
-
-def check_quantise(model: Model) -> None:
-    """ConfigError where all weights train, which 8-bit ones cannot."""
-    if model.quantize is not None and model.lora is None:
-        raise ConfigError(
-            f"model.quantize={model.quantize} is for the frozen weights beneath an adapter, and here all weights train:"
-            " set model.lora.rank=16, or leave it out"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,18 +361,10 @@ class Run:
                 "deterministic=true computes every sequence by one policy, and engine.update=stale does not: use drain"
                 " or inflight"
             )
-        if self.model.lora is not None and self.model.lora.dora and not isinstance(self.engine, Embedded):
-            raise ConfigError(
-                "model.lora.dora=true with engine=vllm: vLLM serves no DoRA adapters. Set engine=embedded, or"
-                " model.lora.dora=false"
-            )
-        if self.model.quantize is not None and not isinstance(self.engine, Embedded):
-            raise ConfigError(
-                f"model.quantize={self.model.quantize} with engine=vllm: vLLM would answer from other weights than the"
-                " learner's. Set engine=embedded, or leave it out"
-            )
+        if not isinstance(self.engine, Embedded):
+            check_served_elsewhere(self.model.lora, self.model.quantize)
         if self.model.path is None:
-            check_quantise(self.model)
+            check_frozen(self.model.lora, self.model.quantize)
         if self.model.kernels == "compiled" and not isinstance(self.engine, Embedded):
             raise ConfigError(
                 "model.kernels=compiled is about the embedded engine. Set engine=embedded, or leave it out"

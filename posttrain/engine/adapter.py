@@ -228,6 +228,22 @@ def without_adapters(module: PreTrainedModel) -> PreTrainedModel:
     return _forgotten(bare)
 
 
+def beside(module: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
+    """A copy of the module with a new adapter in the place of its own. The weights beneath are shared.
+
+    Raises:
+        ConfigError: it has no adapter, so all its weights train and none can be shared; or the new one fits no layer.
+    """
+    if not is_adapted(module):
+        raise ConfigError(
+            "all weights of this policy train, so no other policy can share them: give it an adapter"
+            " (model.lora.rank=16), or take Policy.clone()"
+        )
+    bare = without_adapters(module)
+    attach(bare, lora, seed)
+    return bare
+
+
 def merged(module: PreTrainedModel) -> PreTrainedModel:
     """A copy of the module with every adapter merged into the copy's weights, and no adapter left. 8-bit layers become
     float ones of the module's dtype."""

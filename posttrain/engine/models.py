@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from posttrain.core.adapter import Lora, goes_on
+from posttrain.core.adapter import Lora, check_frozen, goes_on
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.files import share
-from posttrain.core.run import BUILT_CONTEXT, Model, check_quantise
+from posttrain.core.run import BUILT_CONTEXT, Model
 from posttrain.engine import adapter
 from posttrain.engine.accept import accept
 from posttrain.engine.adapter import attach
@@ -104,23 +104,12 @@ class Policy:
         return replace(self, module=copy.deepcopy(self.module, {**frozen}))
 
     def beside(self, lora: Lora, seed: int) -> Policy:
-        """Another policy over the same frozen weights, with a new adapter. Both have the adapter's own tensors to
-        themselves, and nothing may change the frozen ones in either.
-
-        Args:
-            seed: of the new adapter.
+        """Another policy over the same frozen weights, which nothing may change in either, with a new adapter.
 
         Raises:
             ConfigError: all weights of this policy train, so none can be shared; or the adapter fits no layer.
         """
-        if self.lora is None:
-            raise ConfigError(
-                "all weights of this policy train, so no other policy can share them: give it an adapter"
-                " (model.lora.rank=16), or take Policy.clone()"
-            )
-        bare = adapter.without_adapters(self.module)
-        attach(bare, lora, seed)
-        return replace(self, module=bare, lora=lora)
+        return replace(self, module=adapter.beside(self.module, lora, seed), lora=lora)
 
     def plain(self) -> Policy:
         """This policy where it has no adapter, else a copy of it with the adapter merged into the copy's weights."""
@@ -251,7 +240,7 @@ def with_adapter(policy: Policy, model: Model, seed: int) -> Policy:
     Raises:
         ConfigError: weights in few bits without an adapter, or an adapter that fits no layer.
     """
-    check_quantise(model)
+    check_frozen(model.lora, model.quantize)
     if model.lora is None:
         return policy
     if model.quantize is not None:

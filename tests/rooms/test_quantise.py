@@ -292,6 +292,11 @@ def test_a_run_trains_goes_on_branches_and_exports(tmp_path: Path, built: bool, 
     assert "few bits" in card
     policy = load_policy(tiny(path=str(merged), context=None), None, 0)
     assert not is_quantised(policy.module)
+    if not built:
+        again = load_policy(
+            tiny(path=str(posttrain.export(run, tmp_path / "alone", adapter=True)), context=None), None, 0
+        )
+        assert again.lora is not None and not is_quantised(again.module)
     if built:
         more = tmp_path / "more"
         branch = [w for w in words if not w.startswith(("model.quantize", "model.lora"))]
