@@ -24,7 +24,7 @@ from posttrain.engine.adapter import attach
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
 from posttrain.engine.fingerprint import fingerprint, fingerprints
-from posttrain.engine.quantise import quantise, weights_of
+from posttrain.engine.quantise import is_quantised, quantise, weights_of
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.saved_adapter import load_saved, saved_adapter
 from posttrain.engine.silence import silence
@@ -64,6 +64,8 @@ class Policy:
     """The choice of kernels: `Model.kernels`."""
     lora: Lora | None = None
     """The settings of its adapter; None where all weights train."""
+    rounded_from: str = ""
+    """Of weights in few bits: the fingerprint that they had before."""
     share_prefixes: bool = True
     """Whether learner and reference compute shared beginnings once: `Model.share_prefixes`."""
 
@@ -234,16 +236,13 @@ def load_policy(
 
 
 def with_adapter(policy: Policy, model: Model, seed: int) -> Policy:
-    """The policy with the adapter that `model.lora` asks for, attached in place, over weights in few bits where
-    `model.quantize` asks for them.
-
-    Raises:
-        ConfigError: weights in few bits without an adapter, or an adapter that fits no layer.
-    """
+    """The policy with the adapter that `model.lora` asks for, attached in place, over weights as `model.quantize` asks.
+    ConfigError where they do not fit."""
     check_frozen(model.lora, model.quantize)
     if model.lora is None:
         return policy
-    if model.quantize is not None:
+    if model.quantize is not None and not is_quantised(policy.module):
+        policy = replace(policy, rounded_from=fingerprint(named_tensors(policy.module)))
         quantise(policy.module, model.quantize)
     attach(policy.module, model.lora, seed)
     return replace(policy, lora=model.lora)

@@ -160,7 +160,8 @@ def quantise(module: PreTrainedModel, kind: str) -> None:
             f"model.quantize={kind}: {type(module).__name__} computes with Conv1D ({strange[0]}), which is not offered"
             " in few bits. Leave model.quantize out"
         )
-    found = [n for n, part in module.named_modules() if type(part) is nn.Linear and part is not head]
+    parts = [(n, part) for n, part in module.named_modules() if ".lora_" not in n]
+    found = [n for n, part in parts if type(part) is nn.Linear and part is not head]
     if not found and not is_quantised(module):
         raise ConfigError(
             f"model.quantize={kind}: {type(module).__name__} has no linear layers but its head. Leave it out"
@@ -171,8 +172,14 @@ def quantise(module: PreTrainedModel, kind: str) -> None:
         _put(module, name, KINDS[kind].of(layer))
 
 
+def quantised_as(module: nn.Module) -> str | None:
+    """The kind of its quantised layers; None where it has none."""
+    found = {type(part) for part in module.modules()}
+    return next((name for name, kind in KINDS.items() if kind in found), None)
+
+
 def is_quantised(module: nn.Module) -> bool:
-    return any(isinstance(part, QuantisedLinear) for part in module.modules())
+    return quantised_as(module) is not None
 
 
 def float_layer(layer: Any, dtype: torch.dtype) -> Any:
