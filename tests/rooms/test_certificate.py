@@ -237,8 +237,8 @@ def test_an_adapter_is_merged_once(lora: Path, tmp_path: Path, monkeypatch: pyte
     """Not at all, or onto weights into which it was merged before."""
     real: Any = adapter._merged_layer  # pyright: ignore[reportPrivateUsage]
 
-    def wrong(layer: Any) -> Any:
-        base, plain = layer.get_base_layer(), real(layer)
+    def wrong(layer: Any, *more: Any) -> Any:
+        base, plain = layer.get_base_layer(), real(layer, *more)
         with torch.no_grad():
             plain.weight.copy_(base.weight + times * (plain.weight - base.weight))
         return plain
