@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 NAME = "default"
 """Name of the adapter inside PEFT's layers."""
+MERGE_BOUND = 6.0
+"""Allowed error of an output of a merged layer, in machine epsilons of the weights' type, per root of the sum of
+(input x weight)^2. A weight is rounded at most three times (product, sum, storing), each time by at most half an
+epsilon, and the signs do not depend on each other: this is 12 standard deviations at least. A norm that was rounded
+(DoRA) is wrong for all weights of a row alike, and stays below it too."""
 
 
 def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
@@ -181,6 +186,27 @@ def _merged_layer(layer: nn.Module) -> nn.Module:
     except ValueError as error:
         raise EngineError(f"the adapter cannot be merged: {error}. Go on from an earlier checkpoint") from error
     return alone.get_base_layer()
+
+
+def merge_error(layer: nn.Module, plain: nn.Module) -> float:
+    """How far a plain layer is from a layer with an adapter, in units of what rounding allows: at most 1 where the
+    adapter was merged once into the weights beneath it.
+
+    Both compute the same random inputs in float64. `MERGE_BOUND` says what rounding may change.
+    """
+    own: Any = copy.deepcopy(layer).double()
+    other: Any = copy.deepcopy(plain).double()
+    stored: Any = getattr(plain, "weight")  # noqa: B009 (typed as any module)
+    generator = torch.Generator().manual_seed(0)
+    axis = 0 if isinstance(plain, Conv1D) else 1
+    x = torch.randn(8, stored.shape[axis], generator=generator, dtype=torch.float64).to(stored.device)
+    with torch.no_grad():
+        apart = (own(x) - other(x)).abs()
+        squares = other.weight**2 + own.get_base_layer().weight ** 2
+        size = (x**2 @ (squares if axis == 0 else squares.T)).sqrt()
+        allowed = MERGE_BOUND * torch.finfo(stored.dtype).eps * size
+        ratio = torch.where(apart.isfinite(), apart / allowed.clamp_min(1e-300), torch.inf)
+    return float(ratio.max())
 
 
 def without_adapters(module: PreTrainedModel) -> PreTrainedModel:
