@@ -197,9 +197,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=",".join(REGIMES),
         help="comma-separated: equal (64 tokens each), heavy (log-normal, mean 40, cap 256)",
     )
-    parser.add_argument(
-        "--repeats", type=int, default=0, help="alternations per size and regime (default: 5)"
-    )
+    parser.add_argument("--repeats", type=int, default=0, help="alternations per size and regime (default: 5)")
     parser.add_argument("--prompts", type=int, default=32, help="prompts a step, 8 siblings each (default: 32)")
     parser.add_argument(
         "--threads",

@@ -262,17 +262,14 @@ class PackedLayout:
         q, k, v = (self._spread(x[0].transpose(0, 1)) for x in (query, key, value))
         attention = kernel("attention", query.device, query.dtype, self._kernels).function
         out: list[Tensor] = []
-        row = 0
-        for count, longest in self.shapes:
-            q_BHLD, k_BKLD, v_BKLD = (
-                x[row : row + count * longest].unflatten(0, (count, longest)).transpose(1, 2) for x in (q, k, v)
-            )
+        parts = (x.split([count * longest for count, longest in self.shapes]) for x in (q, k, v))
+        for (count, longest), *rows_qkv in zip(self.shapes, *parts, strict=True):
+            q_BHLD, k_BKLD, v_BKLD = (x.unflatten(0, (count, longest)).transpose(1, 2) for x in rows_qkv)
             mask = None
             if sliding_window is not None and sliding_window < longest:
                 mask = self._mask(longest, sliding_window)
             attended = attention(q_BHLD, k_BKLD, v_BKLD, mask, scaling, softcap)
             out.append(attended.transpose(1, 2).flatten(0, 1))
-            row += count * longest
         rows = out[0] if len(out) == 1 else torch.cat(out)
         return (CollectRows.apply(rows, self._back) if self._moved else rows).unsqueeze(0)
 

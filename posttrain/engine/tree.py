@@ -103,26 +103,28 @@ def _clustered(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
 
 
 class _Above(torch.autograd.Function):
-    """Rows [U, ...] to the rows above each run of a bucket [B, A, ...].
+    """Rows [U, ...] to the rows above each run of every bucket [B, A, ...].
 
-    Runs below the same positions are summed by one product in the backward, since adding row by row is slow.
+    Runs below the same positions are summed by one product in the backward, since adding row by row is slow. All
+    buckets add to one gradient, since one of its own for each would be mostly zeros.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bucket: _Bucket) -> Tensor:
-        ctx.bucket, ctx.rows = bucket, rows.shape[0]
-        return rows.index_select(0, bucket.above).unflatten(0, (bucket.count, bucket.deep))
+    def forward(ctx: Any, rows: Tensor, below: Sequence[_Bucket]) -> tuple[Tensor, ...]:
+        ctx.below, ctx.rows = below, rows.shape[0]
+        return tuple(rows.index_select(0, b.above).unflatten(0, (b.count, b.deep)) for b in below)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        bucket: _Bucket = ctx.bucket
-        grad = grads[0]
-        summed = (bucket.parents.to(grad.dtype) @ grad.flatten(1)).view(-1, bucket.deep, *grad.shape[2:])
-        out = grad.new_zeros(ctx.rows, *grad.shape[2:])
-        if bucket.apart:
-            return out.index_copy_(0, bucket.places.flatten(), summed.flatten(0, 1)), None
-        for places, part in zip(bucket.places, summed, strict=True):
-            out[places] += part
+        out = grads[0].new_zeros(ctx.rows, *grads[0].shape[2:])
+        for bucket, grad in zip(ctx.below, grads, strict=True):
+            summed = (bucket.parents.to(grad.dtype) @ grad.flatten(1)).view(-1, bucket.deep, *grad.shape[2:])
+            if bucket.apart:
+                flat = bucket.places.flatten()
+                out.index_copy_(0, flat, out.index_select(0, flat) + summed.flatten(0, 1))
+                continue
+            for places, part in zip(bucket.places, summed, strict=True):
+                out[places] += part
         return out, None
 
 
@@ -205,18 +207,17 @@ class TreeLayout:
         keys, values = (x[0].transpose(0, 1) for x in (key, value))
         q, k, v = (SpreadRows.apply(x, self._to, self._back) for x in (query[0].transpose(0, 1), keys, values))
         attention = kernel("attention", query.device, query.dtype, self._kernels).function
-        out, row = list[Tensor](), 0
-        for b in self._buckets:
-            size = b.count * b.longest
-            q_BLHD, k_BLKD, v_BLKD = (x[row : row + size].unflatten(0, (b.count, b.longest)) for x in (q, k, v))
+        out, below = list[Tensor](), [b for b in self._buckets if b.deep]
+        above = iter(zip(*(_Above.apply(x, below) for x in (keys, values)), strict=True) if below else ())
+        parts = (x.split([b.count * b.longest for b in self._buckets]) for x in (q, k, v))
+        for b, *rows_qkv in zip(self._buckets, *parts, strict=True):
+            q_BLHD, k_BLKD, v_BLKD = (x.unflatten(0, (b.count, b.longest)) for x in rows_qkv)
             if b.deep:
-                k_BLKD = torch.cat([_Above.apply(keys, b), k_BLKD], 1)
-                v_BLKD = torch.cat([_Above.apply(values, b), v_BLKD], 1)
+                k_BLKD, v_BLKD = (torch.cat(pair, 1) for pair in zip(next(above), (k_BLKD, v_BLKD), strict=True))
             q_BHLD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
             mask = self._mask(b.longest, b.deep, sliding_window)
             attended = attention(q_BHLD, k_BKTD, v_BKTD, mask, scaling, softcap)
             out.append(attended.transpose(1, 2).flatten(0, 1))
-            row += size
         return CollectRows.apply(torch.cat(out), self._back).unsqueeze(0)
 
     def _mask(self, longest: int, deep: int, window: int | None) -> Tensor | None:
