@@ -270,7 +270,6 @@ SMALL = (
 
 
 @pytest.mark.prove
-@pytest.mark.prove
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("built", [True, False])
 def test_a_run_trains_goes_on_branches_and_exports(tmp_path: Path, built: bool, kind: str) -> None:
