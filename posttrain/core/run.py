@@ -69,6 +69,9 @@ class Model:
     share_prefixes: bool = True
     """Compute what several sequences begin with once in the learner: the prompt of siblings, earlier turns. It changes
     results by rounding only, which its first use in a run proves."""
+    compile: bool = False
+    """Compile the learner's layers with torch.compile before the first step, which takes a minute or more. It pays off
+    on GPUs and in long runs. The sampler and references are not compiled."""
     gradient_checkpointing: bool = False
     """Compute a forward pass twice to keep less of it in memory."""
     history: Literal["append", "rewrite"] = "append"
@@ -301,7 +304,12 @@ class Run:
     slots: int = 256
     """Sequences the engine decodes at once."""
     deterministic: bool = False
-    """Fixed matmul shapes in the embedded engine. Tokens are then bit-equal whatever else is in the batch; slower."""
+    """Fixed matmul shapes in the embedded engine, so that tokens are bit-equal whatever else is in the batch, and
+    torch's deterministic algorithms everywhere: an operation that has none stops the run. Slower."""
+    exact: bool = False
+    """The learner's log-probs equal the sampler's bit for bit: the learner computes them a second time, as the embedded
+    engine does, with its own weights. The ratio is then exactly 1 on policy. It includes what deterministic does to the
+    engine, and costs one more pass over each batch, whose price the first step tells."""
     threads: int = 0
     """CPU threads for torch. 0: all cores of the machine (recorded in run.json)."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
@@ -318,6 +326,7 @@ class Run:
         for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be >= {least}")
+        self._check_exact()
         if self.deterministic and not isinstance(self.engine, Embedded):
             raise ConfigError(
                 "deterministic=true is what the embedded engine can do; vLLM's tokens depend in their last bits on what"
@@ -361,6 +370,33 @@ class Run:
             )
         for why in refusals(self.stages):
             raise ConfigError(why)
+
+    def _check_exact(self) -> None:
+        """ConfigError for what has no bitwise equal scores."""
+        if not self.exact:
+            return
+        if not isinstance(self.engine, Embedded):
+            raise ConfigError(
+                "exact=true computes the learner's log-probs with the embedded engine's own code; vLLM's kernels are"
+                " others, and their bits depend on what runs beside. Set engine=embedded, or exact=false"
+            )
+        if self.engine.lookup or self.engine.draft or self.engine.update == "stale":
+            raise ConfigError(
+                "exact=true computes every token in one fixed shape by one policy: set engine.lookup=0"
+                " engine.draft=none engine.update=drain"
+            )
+        if self.model.kernels == "reference":
+            raise ConfigError(
+                "exact=true: the reference kernels pad to the longest sequence of a pass, so their bits depend on"
+                " neighbours. Set model.kernels=auto or torch"
+            )
+        if self.model.lora is not None:
+            raise ConfigError("exact=true is offered where all weights train: set model.lora=none, or exact=false")
+        if ruled := [s for s in self.stages if s.contract is not None and s.contract.rules]:
+            raise ConfigError(
+                f"exact=true knows no penalties, biases and bans of tokens, and {ruled[0].name}.sampling has some:"
+                " leave them out, or set exact=false"
+            )
 
     def stage(self, name: str) -> Stage:
         return next(s for s in self.stages if s.name == name)

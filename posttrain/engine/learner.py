@@ -5,7 +5,8 @@ Axis letters: N packed positions, M spoken tokens, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,14 +17,16 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from posttrain.core.batch import Packed
+from posttrain.core.batch import Batch, Packed
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
+from posttrain.core.streams import MU
 from posttrain.core.types import Top
 from posttrain.engine import attention
 from posttrain.engine.adapter import loud, switched_off
+from posttrain.engine.compiled import warmed_up
 from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
@@ -47,10 +50,19 @@ class HFLearner:
 
     Args:
         gradient_checkpointing: recompute each layer in the backward instead of keeping its activations.
+        sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
+            (`embedded.replay`). Log-probs get these values then, and keep their own gradients.
     """
 
-    def __init__(self, policy: Policy, *, gradient_checkpointing: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        gradient_checkpointing: bool = False,
+        sampled: Callable[[Packed], Tensor] | None = None,
+    ) -> None:
         self.policy = policy
+        self._sampled = sampled
         self.value_head = _zero_head(policy)
         self._frozen: dict[str, str] | None = None
         self._reader = _PackedReader(policy)
@@ -83,6 +95,8 @@ class HFLearner:
         before = self._reader.computed
         hidden = self._reader.hidden(packed)
         logp, spread = self._reader.head(packed, hidden, entropy)
+        if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
+            logp = logp - logp.detach() + self._sampled(packed)  # 0 + x is x
         candidates = (
             None
             if candidates_MK is None
@@ -110,7 +124,34 @@ class HFLearner:
 
     def score(self, packed: Packed) -> np.ndarray:
         """float32 [M] log-probs under `packed.sampling`, without gradient."""
-        return self._reader.score(packed)
+        return self._reader.score(packed) if self._sampled is None else self._sampled(packed).cpu().numpy()
+
+    def price(self, packed: Packed) -> float | None:
+        """How many times as long as a packed pass the sampler's own pass takes; None where there is none."""
+        if self._sampled is None:
+            return None
+        seconds: list[float] = []
+        for score in (self._reader.score, self.score):
+            begun = time.perf_counter()
+            score(packed)
+            seconds.append(time.perf_counter() - begun)
+        return seconds[1] / seconds[0]
+
+    def compile(self, packed: Packed) -> str:
+        """Compile the layers, compare them on these tokens, and return a line for people; see `compiled`."""
+        if is_stateful(self.policy.module):
+            raise ConfigError("model.compile=true is not offered for models with a recurrent state. Set it to false")
+
+        def measure() -> tuple[Tensor, dict[str, Tensor]]:
+            self.train_mode(True)
+            trained = {n: p for n, p in self.parameters().items() if not n.startswith("value_head.")}
+            logp = self._reader.head(packed, self._reader.hidden(packed), False)[0]
+            found = torch.autograd.grad(logp.sum(), list(trained.values()), allow_unused=True)
+            self.train_mode(False)
+            self._reader.score(packed)
+            return logp.detach(), {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+
+        return warmed_up(self._reader.out, measure)
 
     def value(self, packed: Packed) -> np.ndarray:
         """float32 [M] estimates before each spoken token, without gradient."""
