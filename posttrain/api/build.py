@@ -204,8 +204,12 @@ class PolicyRoles:
 def make_roles(run: Run, policy: Policy, env: Environment) -> PolicyRoles:
     """The learner, the engine (with its own copy of the weights) and the rollout of one policy."""
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
-    sampled = Replay(policy, run.slots).values if run.exact else None
-    learner = HFLearner(policy, gradient_checkpointing=run.model.gradient_checkpointing, sampled=sampled)
+    learner = HFLearner(
+        policy,
+        gradient_checkpointing=run.model.checkpointing,
+        offload_activations=run.model.offload_activations,
+        sampled=Replay(policy, run.slots).values if run.exact else None,
+    )
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     serving = make_engine(run, policy, renderer.decode)

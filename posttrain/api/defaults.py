@@ -163,7 +163,7 @@ class Choices:
         free = self.free
         micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(False))
         if micro < context and self.where.accelerated:
-            out["model.gradient_checkpointing"] = (True, "saves memory: a pass is computed twice")
+            out["model.gradient_checkpointing"] = ("full", "saves memory: a pass is computed twice")
             micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(True))
         micro = min(max(micro, 512), 32_768 if self.where.accelerated else 4096)
         for stage in self.run.stages:

@@ -50,6 +50,8 @@ ALLOWED: Mapping[str, str] = {
     "Run.keep_checkpoints": "how many checkpoints stay",
     "Run.record_episodes": "whether episodes are written from now on",
     "Model.gradient_checkpointing": "memory against time",
+    "Model.offload_activations": "where activations are kept",
+    "Model.warm_up": "whether the largest pass comes first",
     "Model.device": "the device that computes",
     "Embedded.cache_gib": "memory of the cache",
     "Embedded.budget": "positions of a forward pass",

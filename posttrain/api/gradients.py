@@ -66,7 +66,11 @@ class FrozenLearner:
                 " ids mean other text. Put the model the run started from back at model.path"
             )
         self._learner = _CountingLearner(
-            HFLearner(self.policy, gradient_checkpointing=run.model.gradient_checkpointing)
+            HFLearner(
+                self.policy,
+                gradient_checkpointing=run.model.checkpointing,
+                offload_activations=run.model.offload_activations,
+            )
         )
         self.learner: Learner = cast("Learner", _CachedScorer(cast("Examiner", self._learner)))
         self._references: dict[str, Examiner] = {}

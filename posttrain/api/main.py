@@ -6,7 +6,6 @@ there is answered at once.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -24,11 +23,11 @@ from posttrain.api.handed import HandedObjects, setting_words
 from posttrain.api.hub import is_hub, push, ready, repository_of
 from posttrain.api.request import RunOptions, requested
 from posttrain.api.summary import show_report
-from posttrain.api.target import adapter_base, check_target, kept_policy, run_and_checkpoint, target_run
+from posttrain.api.target import check_target, run_and_checkpoint, target_run
 from posttrain.core.algorithm import Algorithm
+from posttrain.core.certificate import FAILED, ExportCertificate
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, RunFolderError
-from posttrain.core.files import full
 from posttrain.core.given import Given
 from posttrain.core.ports import Environment
 from posttrain.core.reader import is_run, run_file
@@ -230,45 +229,41 @@ def export(
         adapter: of a run with `model.lora`, write the adapter alone, as PEFT does. It is merged otherwise.
         ema: write the moving average of the weights (`optimizer.ema`) in place of the weights.
 
+    What was written is read back with plain transformers (and PEFT) and compared with the run. `certificate.json` in
+    the folder says what was compared, `lineage.json` what the weights come from.
+
     Returns:
         The folder; or the address of the repository.
+
+    Raises:
+        InvariantError: what was read back is not what the run holds. Nothing is kept that could be taken for good.
     """
+    return certified_export(run_folder, folder, checkpoint, trust, public, adapter, ema)[0]
+
+
+def certified_export(
+    run_folder: str | Path,
+    folder: str | Path,
+    checkpoint: str = "last",
+    trust: bool = False,
+    public: bool = False,
+    adapter: bool = False,
+    ema: bool = False,
+) -> tuple[Path | str, ExportCertificate]:
+    """`export`, with the certificate."""
     source, target = Path(run_folder), Path(folder)
     run_file(source)
     find(source, checkpoint)
     if not is_hub(folder):
-        if target.exists() and any(target.iterdir()):
+        if target.exists() and any(p.name != FAILED for p in target.iterdir()):
             raise RunFolderError(f"{target} exists and is not empty: choose another folder")
-        return _exported(source, target, checkpoint, trust, target.name, adapter, ema)
-    ready(folder)
-    name = repository_of(folder)
+    else:
+        ready(folder)
+    from posttrain.api.export import ExportChoice, export_to
+
+    choice = ExportChoice(checkpoint=checkpoint, trust=trust, adapter=adapter, ema=ema)
+    if not is_hub(folder):
+        return target, export_to(source, target, target.resolve().name, choice)
     with TemporaryDirectory(prefix="posttrain-export-") as made:
-        where = _exported(source, Path(made) / "model", checkpoint, trust, name, adapter, ema)
-        return push(where, folder, private=not public)
-
-
-def _exported(source: Path, target: Path, checkpoint: str, trust: bool, name: str, adapter: bool, ema: bool) -> Path:
-    from posttrain.api.model_card import model_card
-    from posttrain.engine.learner import HFLearner
-    from posttrain.engine.saved_adapter import save_adapter
-    from posttrain.role.weights import load_average, load_weights
-
-    found = find(source, checkpoint)
-    base = adapter_base(source) if adapter else ""
-    policy = kept_policy(source, allow=trust)
-    (load_average if ema else load_weights)(found.folder, HFLearner(policy))
-    try:
-        if adapter:
-            save_adapter(policy, target, base)
-        else:
-            policy.save(target)
-        (target / "README.md").write_text(model_card(source, found, name, ema=ema), encoding="utf-8")
-    except Exception as error:
-        if (why := full(error)) is None:
-            raise
-        for path in target.glob("*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        raise RunFolderError(
-            f"{why[0]}: {target} was not written, and what was begun of it is removed. {why[1]} and export again"
-        ) from error
-    return target
+        certificate = export_to(source, where := Path(made) / "model", repository_of(folder), choice)
+        return push(where, folder, private=not public), certificate

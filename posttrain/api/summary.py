@@ -16,6 +16,7 @@ from rich.table import Table
 
 from posttrain.api.console import PlainConsole
 from posttrain.api.curve import curve_lines, picture
+from posttrain.api.lineage import write_lineage
 from posttrain.api.next_steps import next_steps
 from posttrain.core import files, reader
 from posttrain.core.errors import ConfigError, PosttrainError
@@ -299,10 +300,16 @@ def summarize(folder: str | Path, as_markdown: bool = False) -> None:
 
 
 def conclude(folder: Path, console: PlainConsole | None) -> None:
-    """The end of a run, also of one that was cut: its summary is written, and printed where there is a console.
+    """The end of a run, also of one that was cut: its lineage record and its summary are written, and the summary is
+    printed where there is a console.
 
     A summary that cannot be made is said and never hides how the run ended.
     """
+    try:
+        write_lineage(folder)
+    except (PosttrainError, OSError) as error:
+        if console is not None:
+            console.print(f"note: no lineage record was written: {error}")
     try:
         of = read_outcome(folder)
         if console is not None:

@@ -116,8 +116,8 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
             run = admitted(folder, parts=("model",), allow=allow)
         except UntrustedError as asked:
             raise UntrustedError(f"{error}. So it takes the model that the run began with. {asked}") from error
-        return same_base(folder, load_policy(run.model, None, run.seed))
-    _same_tokenizer(folder, found.facts.get("tokenizer_digest"), policy)
+        policy = same_base(folder, load_policy(run.model, None, run.seed))
+    _same_words(folder, policy)
     return policy
 
 
@@ -164,7 +164,7 @@ def built_policy(folder: Path, run: Run) -> Policy:
             f"{folder} has no {TOKENIZER}/, which a run writes before its first step: copy the whole folder again"
         )
     policy = load_policy(run.model, None, run.seed, tokenizer_files=folder / TOKENIZER)
-    _same_tokenizer(folder, run_file(folder).facts.get("tokenizer_digest"), policy)
+    _same_words(folder, policy)
     return same_base(folder, policy)
 
 
@@ -185,9 +185,18 @@ def same_base(folder: Path, policy: Policy) -> Policy:
     return policy
 
 
-def _same_tokenizer(folder: Path, then: object, policy: Policy) -> None:
-    if then not in (None, policy.tokenizer_digest):
-        raise RunFolderError(
-            f"{folder / TOKENIZER} is not the tokenizer the run was made with ({then}; now {policy.tokenizer_digest}):"
-            " its token ids mean other text. Copy the folder again"
-        )
+def _same_words(folder: Path, policy: Policy) -> None:
+    """RunFolderError where tokenizer or chat template are not those that the run was made with."""
+    facts = run_file(folder).facts
+    for what, now in (("tokenizer", policy.tokenizer_digest), ("template", policy.template_digest)):
+        then: Any = facts.get(f"{what}_digest")
+        if then not in (None, now):
+            name, means = (
+                (what, "its token ids mean other text")
+                if what == "tokenizer"
+                else ("chat template", "a conversation becomes other tokens")
+            )
+            raise RunFolderError(
+                f"{folder / TOKENIZER} is not the {name} the run was made with ({then}; now {now}): {means}. Copy the"
+                " folder again"
+            )

@@ -173,8 +173,7 @@ class Learner(Examiner, Protocol):
         ...
 
     def price(self, packed: Packed) -> float | None:
-        """How many times as long as its own forward pass the sampler's one takes that it takes log-probs from; None
-        where it takes its own."""
+        """How many times as long as its own forward pass the sampler's takes, where it takes log-probs from that."""
         ...
 
     def train_mode(self, on: bool) -> None:

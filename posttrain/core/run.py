@@ -11,7 +11,7 @@ from typing import Literal
 
 from posttrain.core.adapter import Lora
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.engines import Embedded, Engine, KernelChoice
+from posttrain.core.engines import Embedded, Engine, KernelChoice, engine_refusals
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import GRPO
@@ -22,6 +22,9 @@ NAME = re.compile(r"\w[\w-]{0,63}")
 """Pattern of a stage's name."""
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 """Pattern of a device as torch names it."""
+
+Checkpointing = Literal["none", "selective", "full"]
+"""Which activations are computed again in the backward pass: see `Model.gradient_checkpointing`."""
 
 BUILT_CONTEXT = 512
 """Positions of a built model, where `Model.context` is not set."""
@@ -72,8 +75,14 @@ class Model:
     compile: bool = False
     """Compile the learner's layers with torch.compile before the first step, which takes a minute or more. It pays off
     on GPUs and in long runs. The sampler and references are not compiled."""
-    gradient_checkpointing: bool = False
-    """Compute a forward pass twice to keep less of it in memory."""
+    warm_up: bool | None = None
+    """Compute the largest pass that the settings allow once before the first step of a stage, so that memory that does
+    not suffice shows at once. Nothing is learned from it. None: on every device but the CPU."""
+    gradient_checkpointing: Checkpointing | bool = "none"
+    """What the backward pass computes again instead of keeping it in memory. selective: all but matrix products and
+    attention, which costs little. full: whole layers. true and false stand for full and none."""
+    offload_activations: bool = False
+    """Keep activations in the memory of the CPU until the backward pass. Only for accelerators."""
     history: Literal["append", "rewrite"] = "append"
     """What to do where the chat template changes earlier turns of a conversation, for example drops their reasoning.
     append: refuse it. rewrite: each turn becomes a sequence of its own, after the conversation as
@@ -84,8 +93,27 @@ class Model:
             raise ConfigError(
                 f"model.device={self.device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu"
             )
+        if isinstance(self.gradient_checkpointing, bool):
+            object.__setattr__(self, "gradient_checkpointing", "full" if self.gradient_checkpointing else "none")
+        if self.offload_activations and self.device == "cpu":
+            raise ConfigError(
+                "model.offload_activations=true moves activations from an accelerator to the memory of the CPU; with"
+                " model.device=cpu they are there. Set it to false, or keep fewer with"
+                " model.gradient_checkpointing=selective"
+            )
+        if self.compile and (self.gradient_checkpointing != "none" or self.offload_activations):
+            raise ConfigError(
+                "model.compile=true keeps what its graphs decide to keep: set model.gradient_checkpointing=none"
+                " model.offload_activations=false, or leave it out"
+            )
         if self.path is None:
             self._check_sizes()
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """`gradient_checkpointing` as a word."""
+        how = self.gradient_checkpointing
+        return ("full" if how else "none") if isinstance(how, bool) else how
 
     def _check_sizes(self) -> None:
         """ConfigError where no model of `arch` can be built at these sizes."""
@@ -326,31 +354,11 @@ class Run:
         for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be >= {least}")
-        self._check_exact()
-        if self.deterministic and not isinstance(self.engine, Embedded):
-            raise ConfigError(
-                "deterministic=true is what the embedded engine can do; vLLM's tokens depend in their last bits on what"
-                " runs beside them. Set engine=embedded, or deterministic=false"
-            )
-        if self.deterministic and isinstance(self.engine, Embedded) and (self.engine.lookup or self.engine.draft):
-            raise ConfigError(
-                "deterministic=true computes fixed shapes, and drafts differ in number: set engine.lookup=0"
-                " engine.draft=none"
-            )
-        if self.deterministic and isinstance(self.engine, Embedded) and self.engine.update == "stale":
-            raise ConfigError(
-                "deterministic=true computes every sequence by one policy, and engine.update=stale does not: use drain"
-                " or inflight"
-            )
-        if self.model.lora is not None and not isinstance(self.engine, Embedded):
-            raise ConfigError(
-                "model.lora with engine=vllm is not offered yet: the adapter would not reach vLLM. Set engine=embedded,"
-                " or train all weights with model.lora=none"
-            )
-        if self.model.kernels == "compiled" and not isinstance(self.engine, Embedded):
-            raise ConfigError(
-                "model.kernels=compiled is about the embedded engine. Set engine=embedded, or leave it out"
-            )
+        ruled = next((s.name for s in self.stages if s.contract is not None and s.contract.rules), "")
+        for why in engine_refusals(
+            self.engine, self.model.kernels, self.model.lora is not None, self.deterministic, self.exact, ruled
+        ):
+            raise ConfigError(why)
         names = [s.name for s in self.stages]
         if not names:
             raise ConfigError("a run needs at least one stage")
@@ -370,33 +378,6 @@ class Run:
             )
         for why in refusals(self.stages):
             raise ConfigError(why)
-
-    def _check_exact(self) -> None:
-        """ConfigError for what has no bitwise equal scores."""
-        if not self.exact:
-            return
-        if not isinstance(self.engine, Embedded):
-            raise ConfigError(
-                "exact=true computes the learner's log-probs with the embedded engine's own code; vLLM's kernels are"
-                " others, and their bits depend on what runs beside. Set engine=embedded, or exact=false"
-            )
-        if self.engine.lookup or self.engine.draft or self.engine.update == "stale":
-            raise ConfigError(
-                "exact=true computes every token in one fixed shape by one policy: set engine.lookup=0"
-                " engine.draft=none engine.update=drain"
-            )
-        if self.model.kernels == "reference":
-            raise ConfigError(
-                "exact=true: the reference kernels pad to the longest sequence of a pass, so their bits depend on"
-                " neighbours. Set model.kernels=auto or torch"
-            )
-        if self.model.lora is not None:
-            raise ConfigError("exact=true is offered where all weights train: set model.lora=none, or exact=false")
-        if ruled := [s for s in self.stages if s.contract is not None and s.contract.rules]:
-            raise ConfigError(
-                f"exact=true knows no penalties, biases and bans of tokens, and {ruled[0].name}.sampling has some:"
-                " leave them out, or set exact=false"
-            )
 
     def stage(self, name: str) -> Stage:
         return next(s for s in self.stages if s.name == name)

@@ -9,15 +9,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.adapter import ALL_LINEAR, Lora
+from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError, EngineError
 from posttrain.engine.readout import read_out
 
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
 
 NAME = "default"
 """Name of the adapter inside PEFT's layers."""
+MERGE_BOUND = 6.0
+"""Allowed error of an output of a merged layer, in machine epsilons of the weights' type, per root of the sum of
+(input x weight)^2. A weight is rounded at most three times (product, sum, storing), each time by at most half an
+epsilon, and the signs do not depend on each other: this is 12 standard deviations at least. A norm that was rounded
+(DoRA) is wrong for all weights of a row alike, and stays below it too."""
 
 
 def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
@@ -183,6 +191,27 @@ def _merged_layer(layer: nn.Module) -> nn.Module:
     return alone.get_base_layer()
 
 
+def merge_error(layer: nn.Module, plain: nn.Module) -> float:
+    """How far a plain layer is from a layer with an adapter, in units of what rounding allows: at most 1 where the
+    adapter was merged once into the weights beneath it.
+
+    Both compute the same random inputs in float64. `MERGE_BOUND` says what rounding may change.
+    """
+    own: Any = copy.deepcopy(layer).double()
+    other: Any = copy.deepcopy(plain).double()
+    stored: Any = getattr(plain, "weight")  # noqa: B009 (typed as any module)
+    generator = torch.Generator().manual_seed(0)
+    axis = 0 if isinstance(plain, Conv1D) else 1
+    x = torch.randn(8, stored.shape[axis], generator=generator, dtype=torch.float64).to(stored.device)
+    with torch.no_grad():
+        apart = (own(x) - other(x)).abs()
+        squares = other.weight**2 + own.get_base_layer().weight ** 2
+        size = (x**2 @ (squares if axis == 0 else squares.T)).sqrt()
+        allowed = MERGE_BOUND * torch.finfo(stored.dtype).eps * size
+        ratio = torch.where(apart.isfinite(), apart / allowed.clamp_min(1e-300), torch.inf)
+    return float(ratio.max())
+
+
 def without_adapters(module: PreTrainedModel) -> PreTrainedModel:
     """A copy of the module as it was before its adapters. The weights are shared."""
     bare = copy.deepcopy(module, {id(t): t for t in module.parameters()})
@@ -206,3 +235,24 @@ def _forgotten(module: PreTrainedModel) -> PreTrainedModel:
     for attribute in ("peft_config", "_hf_peft_config_loaded"):
         module.__dict__.pop(attribute, None)
     return module
+
+
+class ScoresTokens(Protocol):
+    """What scores tokens with the weights of a module."""
+
+    def score(self, packed: Packed) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, eq=False)
+class TrialOfAdapter:
+    """`core.ports.AdapterTrial` of a learner."""
+
+    module: nn.Module
+    scorer: ScoresTokens
+
+    def loud(self) -> AbstractContextManager[None]:
+        return loud(self.module)
+
+    def without(self, packed: Packed) -> np.ndarray:
+        with switched_off(self.module):
+            return self.scorer.score(packed)

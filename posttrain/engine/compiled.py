@@ -70,7 +70,8 @@ def warmed_up(out: ReadOut, measure: Measure) -> str:
             f"the compiled layers compute something else: log-probs or gradient differ by {gap:.2g} of their size"
             f" (bound {bound:g}). Set model.compile=false, and please report the model's architecture"
         )
-    return f"compiled {count} layers of the learner in {seconds:.0f} s (differences of at most {gap:.1g})"
+    layers = f"{count} layer{'s' * (count != 1)}"
+    return f"compiled {layers} of the learner in {seconds:.0f} s (differences of at most {gap:.1g})"
 
 
 def _gap(one: tuple[Tensor, dict[str, Tensor]], two: tuple[Tensor, dict[str, Tensor]]) -> float:

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.run import Checkpointing
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
 from posttrain.core.streams import MU
 from posttrain.core.types import Top
-from posttrain.engine import attention
-from posttrain.engine.adapter import loud, switched_off
+from posttrain.engine.activations import keep_less, kept_on_the_cpu
+from posttrain.engine.adapter import TrialOfAdapter
 from posttrain.engine.compiled import warmed_up
 from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.logit_rules import LogitRules
@@ -49,7 +49,8 @@ class HFLearner:
     optimizer step changes both.
 
     Args:
-        gradient_checkpointing: recompute each layer in the backward instead of keeping its activations.
+        gradient_checkpointing: which activations the backward computes again instead of keeping them (`activations`).
+        offload_activations: keep activations in the memory of the CPU until the backward.
         sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
             (`embedded.replay`). Log-probs get these values then, and keep their own gradients.
     """
@@ -58,7 +59,8 @@ class HFLearner:
         self,
         policy: Policy,
         *,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Checkpointing = "none",
+        offload_activations: bool = False,
         sampled: Callable[[Packed], Tensor] | None = None,
     ) -> None:
         self.policy = policy
@@ -66,21 +68,8 @@ class HFLearner:
         self.value_head = _zero_head(policy)
         self._frozen: dict[str, str] | None = None
         self._reader = _PackedReader(policy)
-        if gradient_checkpointing:
-            if not hasattr(policy.module, "activation_checkpointing_enable"):
-                raise ConfigError(
-                    f"model.gradient_checkpointing=true needs transformers >= 5.23, and {transformers.__version__} is"
-                    " installed. Set it to false, or install a newer one (vLLM 0.32 asks for an older one: sample with"
-                    " another engine, or with a vLLM server)"
-                )
-            try:
-                policy.module.activation_checkpointing_enable()
-                attention.keep_layout_in_recomputation(policy.module)
-            except ValueError as error:
-                raise ConfigError(
-                    f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to"
-                    " false and lower micro_tokens"
-                ) from error
+        self._offload = offload_activations
+        keep_less(policy.module, gradient_checkpointing)
 
     def forward(
         self,
@@ -93,7 +82,8 @@ class HFLearner:
     ) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
         before = self._reader.computed
-        hidden = self._reader.hidden(packed)
+        with kept_on_the_cpu() if self._offload else nullcontext():
+            hidden = self._reader.hidden(packed)
         logp, spread = self._reader.head(packed, hidden, entropy)
         if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
             logp = logp - logp.detach() + self._sampled(packed)  # 0 + x is x
@@ -213,21 +203,6 @@ class HFLearner:
     def _values(self, hidden: Tensor) -> Tensor:
         """[M, H] -> [M]"""
         return self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
-
-
-@dataclass(frozen=True, eq=False)
-class TrialOfAdapter:
-    """`core.ports.AdapterTrial` of a learner."""
-
-    module: nn.Module
-    scorer: HFLearner
-
-    def loud(self) -> AbstractContextManager[None]:
-        return loud(self.module)
-
-    def without(self, packed: Packed) -> np.ndarray:
-        with switched_off(self.module):
-            return self.scorer.score(packed)
 
 
 class FrozenScorer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from posttrain.core.certificate import verify_certificate
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.engine.folder import check_layers, check_state, examine
 from posttrain.engine.saved_adapter import saved_adapter
@@ -24,7 +25,7 @@ PATIENCE = 5.0
 
 
 def check_source(setting: str, path: str) -> None:
-    """ConfigError or DataError where no model can be read from there.
+    """ConfigError or DataError where no model can be read from there, or where it is not what its certificate says.
 
     A hub id that is not in the cache is asked for once, with a limit of time. The libraries that load the model would
     try for half a minute.
@@ -34,7 +35,11 @@ def check_source(setting: str, path: str) -> None:
             also be a run folder.
     """
     what = _named(setting, path)
-    if Path(locate(path, setting)).is_absolute():
+    where = Path(locate(path, setting))
+    for folder in dict.fromkeys((Path(path).expanduser().resolve(), where)):
+        if folder.is_dir():
+            verify_certificate(folder)
+    if where.is_absolute():
         return
     import huggingface_hub as hub
     from huggingface_hub import errors

@@ -127,10 +127,8 @@ class Policy:
         if self.lora is not None:
             self.plain().save(folder)
             return
+        self.write(folder)
         with quiet():
-            self.module.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-            share(Path(folder))
             again: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=self.dtype, trust_remote_code=self.remote_code
             ).eval()
@@ -138,6 +136,17 @@ class Policy:
         _same_weights(self.module, again, Path(folder))
         _same_tokenizer(self.tokenizer, words, Path(folder))
         self._check_greedy(again.to(self.device), Path(folder))
+
+    def write(self, folder: Path | str) -> None:
+        """Write model and tokenizer with `save_pretrained`, and compare nothing. An adapter is merged into what is
+        written."""
+        if self.lora is not None:
+            self.plain().write(folder)
+            return
+        with quiet():
+            self.module.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+        share(Path(folder))
 
     @torch.no_grad()
     def _check_greedy(self, again: PreTrainedModel, folder: Path) -> None:

@@ -105,6 +105,16 @@ class StageOptimizer:
             out.append(f"a moving average of the weights is kept (decay {self.config.ema:g})")
         return "; ".join(out)
 
+    def pending_bytes(self) -> int:
+        """Bytes of state that the next step will add: all of it before the first step, then none."""
+        new = (
+            (word, form)
+            for name, rule in self._rules.items()
+            if not rule.state(name)
+            for word, form in rule.forms(name).items()
+        )
+        return sum((1 if word.endswith("codes") else 4) * form.numel() for word, form in new if form is not None)
+
     def trained(self) -> dict[str, Tensor]:
         """The tensors that a step updates, by parameter: the float32 master where there is one,
         else the parameter itself."""

@@ -125,11 +125,20 @@ def written_name(name: str) -> str:
 
 
 def save_adapter(policy: Policy, folder: Path, base: str) -> None:
-    """Write the policy's adapter as PEFT does, with its tokenizer, then read it back with PEFT and compare.
+    """Write the policy's adapter as `write_adapter` does, then read it back with PEFT and compare.
 
     Raises:
         InvariantError: what PEFT reads back computes something else.
     """
+    from posttrain.engine.vocabulary import quiet
+
+    write_adapter(policy, folder, base)
+    with quiet():
+        _check_saved(policy, folder)
+
+
+def write_adapter(policy: Policy, folder: Path, base: str) -> None:
+    """Write the policy's adapter as PEFT does, with its tokenizer."""
     import copy
 
     from safetensors.torch import save_file
@@ -149,7 +158,6 @@ def save_adapter(policy: Policy, folder: Path, base: str) -> None:
         save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
         policy.tokenizer.save_pretrained(folder)
         share(folder)
-        _check_saved(policy, folder)
 
 
 def _check_saved(policy: Policy, folder: Path) -> None:

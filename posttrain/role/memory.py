@@ -1,4 +1,4 @@
-"""How much memory a phase of a step takes at its highest, and warming up with the largest pass before the first step.
+"""How much memory a phase of a step takes at its highest, and what to lower where it does not suffice.
 
 Numbers are bytes of the whole process: what torch's allocator gave out on an accelerator, else resident memory.
 """
@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import resource
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from posttrain.core.batch import Packed
+from posttrain.core.errors import ConfigError
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESIDENT_PEAK = "5"
@@ -67,3 +73,34 @@ def mebibytes(count: float) -> str:
     ('3 MiB', '5,000 MiB')
     """
     return f"{count / 2**20:,.0f} MiB"
+
+
+@contextmanager
+def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
+    """Around a forward and backward pass: out of memory becomes a sentence that says what to lower.
+
+    Raises:
+        ConfigError: torch could not get the memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold the activations
+        tokens, longest = len(packed.ids_N), int(packed.lengths_S.max())
+        lower = (
+            f"a sequence is never cut, and this one is longer than micro_tokens={micro_tokens}: lower model.context or"
+            " sampling.max_tokens"
+            if tokens > micro_tokens
+            else f"lower micro_tokens={micro_tokens} of the stage"
+        )
+        raise ConfigError(
+            f"out of memory in a forward and backward pass of {tokens:,} tokens ({len(packed.lengths_S)} sequences, the"
+            f" longest of {longest:,}): {lower}, or compute activations again instead of keeping them"
+            f" (model.gradient_checkpointing=full). docs/out-of-memory.md says more. ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -21,6 +21,7 @@ from posttrain.core.ports import Learner
 from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.scores import ExpectedUpdate, TokenScores
 from posttrain.role.events import UNOBSERVED, DifferentiatedEvent, LearnedEvent, Observers, PackedEvent
+from posttrain.role.memory import memory_suffices
 from posttrain.role.passes import Passes
 
 
@@ -105,6 +106,10 @@ class WeightOptimizer(Protocol):
         """Learning rate of the next step."""
         ...
 
+    def pending_bytes(self) -> int:
+        """Bytes of state that the next step will add."""
+        ...
+
     @property
     def loss_scale(self) -> float:
         """The factor of the loss in the next backward pass; 1 where losses are not scaled. `gather` divides by it. A
@@ -169,14 +174,15 @@ class Trainer:
         passes = Passes.of(watch.needs(packed), self.learner, scale)
         self.learner.train_mode(True)
         parts, packing = list[Terms](), Packing(self.micro_tokens)
-        with self._frozen():
+        with self.frozen():
             for episodes, micro in self._micros(batch):
-                scores = self._forward(micro, loss)
-                passes.record(micro, scores, episodes)
-                packing.add(micro, scores)
-                terms = loss.terms(micro, scores)
-                (terms.loss if scale == 1 else terms.loss * scale).backward()
-                self.optimizer.gather()
+                with memory_suffices(micro, self.micro_tokens):
+                    scores = self._forward(micro, loss)
+                    passes.record(micro, scores, episodes)
+                    packing.add(micro, scores)
+                    terms = loss.terms(micro, scores)
+                    (terms.loss if scale == 1 else terms.loss * scale).backward()
+                    self.optimizer.gather()
                 parts.append(Terms(terms.loss.detach(), terms.gauges))
         watch.emit(DifferentiatedEvent(packed, passes))
         overflow = scale > 1 and all(bool(torch.isfinite(part.loss)) for part in parts)
@@ -214,7 +220,7 @@ class Trainer:
         )
 
     @contextmanager
-    def _frozen(self) -> Iterator[None]:
+    def frozen(self) -> Iterator[None]:
         """Inside: no gradient of a parameter is computed that the optimizer does not update."""
         moved = self.trained()
         still = [p for n, p in self.learner.parameters().items() if n not in moved]

@@ -114,7 +114,7 @@ def test_any_order_and_split_has_the_same_gradient(arch: str) -> None:
 
 def test_checkpointing_changes_no_gradient_and_scoring_leaves_no_trace() -> None:
     plain, batch = exact_learner(), packed(4)
-    saving = HFLearner(policy(dtype=torch.float64), gradient_checkpointing=True)
+    saving = HFLearner(policy(dtype=torch.float64), gradient_checkpointing="full")
     torch.nn.init.constant_(saving.value_head.weight, 0.1)
     saving.train_mode(True)
     kept: list[int] = []

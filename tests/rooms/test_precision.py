@@ -223,7 +223,7 @@ def test_deterministic_asks_torch_and_lets_it_go(tmp_path: Path, capsys: pytest.
         patch.setattr(Rollout, "episode", watched)
         posttrain.run(run, "deterministic=true", out=tmp_path / "run")
     assert seen and all(seen) and not torch.are_deterministic_algorithms_enabled()
-    assert "times as long" in capsys.readouterr().out
+    assert "idle rows are its price" in capsys.readouterr().out
 
 
 def test_compile_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -236,8 +236,9 @@ def test_compile_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.prove
 def test_a_compiled_learner_learns_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = only_rl(tiny_run(prompts=8, steps=2))
+    run = replace(run, model=replace(run.model, layers=1))
     posttrain.run(run, out=tmp_path / "plain", quiet=True)
     posttrain.run(run, "model.compile=true", out=tmp_path / "compiled")
-    assert "compiled 2 layers of the learner in" in capsys.readouterr().out
+    assert "compiled 1 layer of the learner in" in capsys.readouterr().out
     one, two = (reader.steps(tmp_path / name)[0].gauges for name in ("plain", "compiled"))
     assert one["optim/grad_norm"].mean == pytest.approx(two["optim/grad_norm"].mean, rel=1e-3)

@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+from posttrain.algorithm.losses import Reads
 from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.loop import loop
 from posttrain.controller.parts import MeasuredReport, RunParts
 from posttrain.controller.stages.progress import Progress, Reopening, StageResult, StageState
 from posttrain.core import reader
+from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Step, merge
 from posttrain.core.shell import command_line
@@ -31,6 +33,7 @@ from posttrain.role.events import EvaluatedEvent, RestoredEvent
 from posttrain.role.memory import PeakMemory
 from posttrain.role.roles import RoleCosts
 from posttrain.role.trainer import Trainer
+from posttrain.role.warm_up import largest, warm_up
 from posttrain.role.weights import load_optimizer, load_weights, save_optimizer, save_weights
 
 S = TypeVar("S", bound=Stage)
@@ -97,6 +100,10 @@ class Driver(ABC, Generic[S, T, A]):
         step, by `self.trainer`, and is its line of the record.
         """
 
+    def reads(self, packed: Packed) -> Reads:
+        """What its loss reads of a forward pass over these sequences."""
+        return Reads()
+
     def remember(self, asked: A, step: Step) -> Step:
         """After a step: what later steps need to know of it goes into `self.state`. Returns its line, maybe with
         another note."""
@@ -136,6 +143,7 @@ class Driver(ABC, Generic[S, T, A]):
         )
         self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
         ask, learn = await self.open(checkpoint)
+        self._warm_up()
         last = 0 if self.state.ended else self.stage.steps
         async with aclosing(loop(ask, first=self.state.step + 1, last=last)) as steps:
             async for index, asked in steps:
@@ -146,6 +154,16 @@ class Driver(ABC, Generic[S, T, A]):
         if self.stage.eval and self.report is None:
             self.report = await self.evaluate()
         self._finish(self.report)
+
+    def _warm_up(self) -> None:
+        """Where the run asks for it, the largest pass before the first step."""
+        model, parts = self.parts.run.model, self.parts
+        if self.state.ended or not (model.device != "cpu" if model.warm_up is None else model.warm_up):
+            return
+        packed = largest(self.stage, parts.sampler.context, parts.sync.probe_ids)
+        with self.clock.of("warm-up"):
+            said = warm_up(self.trainer, packed, self.reads(packed), PeakMemory(model.device))
+        parts.say(f"{self.stage.name}: {said}")
 
     async def _start(self) -> None:
         """The weights it starts from are in place, and what is known of them is noted."""
