@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain.core.adapter import goes_on
 from posttrain.core.checkpoint import find
-from posttrain.core.errors import DataError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.reader import folder_of, is_run, run_file
 from posttrain.core.run import Model, Run
 from posttrain.engine.saved_adapter import saved_adapter
@@ -59,7 +59,14 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
     path = str(folder / "checkpoints" / checkpoint.name)
     there = found.run.model.lora
     lora = run.model.lora if there is None else goes_on(run.model.lora, there, f"model={folder}")
-    return replace(run, model=replace(run.model, path=path, lora=lora)), {"branched_from": origin}
+    quantize = run.model.quantize if there is None else found.run.model.quantize
+    if run.model.quantize not in (None, quantize):
+        raise ConfigError(
+            f"model={folder}: its adapter was trained over weights that were held otherwise, and goes on over them."
+            " Leave model.quantize out; or export it merged first and give the merged model"
+        )
+    model = replace(run.model, path=path, lora=lora, quantize=quantize)
+    return replace(run, model=model), {"branched_from": origin}
 
 
 def was_built(path: str | Path | None) -> bool:
@@ -87,9 +94,10 @@ def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
     source = run_source(model.path)
     assert source is not None
     checkpoint = find(*source)
-    then = run_file(source[0]).run.model.lora
+    before = run_file(source[0]).run.model
+    then = before.lora
     try:
-        policy = kept_in(source[0], replace(model, lora=then), most)
+        policy = kept_in(source[0], replace(model, lora=then, quantize=before.quantize), most)
     except DataError as error:
         raise DataError(
             f"{error}. To begin with its weights, write them as a plain model first: posttrain export {source[0]}"

@@ -175,7 +175,7 @@ def make_policy(
 
 def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
     """A frozen model (teacher or named reference) from a directory or hub id. It must share the policy's tokenizer."""
-    other = open_policy(replace(run.model, path=path, context=None, lora=None), run.seed, policy.context)
+    other = open_policy(replace(run.model, path=path, context=None, lora=None, quantize=None), run.seed, policy.context)
     if other.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"reference={path}: its tokenizer differs from the policy's, so their tokens cannot be compared. Use a"

@@ -30,6 +30,7 @@ from posttrain.engine import adapter
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, named_tensors
+from posttrain.engine.quantise import make_float, quantise, quantised_as
 from posttrain.engine.reload import ReloadedModel, reload
 from posttrain.environment.render import History
 from posttrain.role.rounding import Gap, allowed
@@ -85,6 +86,7 @@ def certify(policy: Policy, exported: ExportedRun, written: Path) -> ExportCerti
     """
     began = time.perf_counter()
     again = reload(written, policy, exported.base)
+    comparable = _comparable(policy, again, bool(exported.base))
     rows = policy.module.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
     recorded = recorded_prompts(exported.folder, int(rows), policy.context)  # type: ignore[arg-type]
     prompts = recorded or generated_prompts(policy.tokenizer, int(rows), policy.context)  # type: ignore[arg-type]
@@ -96,7 +98,7 @@ def certify(policy: Policy, exported: ExportedRun, written: Path) -> ExportCerti
         _equal("stop tokens", len(policy.stop_ids), "ids", sorted(policy.stop_ids), sorted(again.stop_ids)),
         _from_checkpoint(learner, exported),
         *_fingerprint(learner, exported),
-        _same_weights(policy, again, bool(exported.base)),
+        _same_weights(comparable, again, bool(exported.base)),
     ]
     if _same_shapes(policy, again):
         compared += _same_words(policy, learner, again, prompts)
@@ -185,6 +187,20 @@ def _fingerprint(learner: HFLearner, exported: ExportedRun) -> list[ExportCompar
     if exported.ema or not then:
         return []
     return [_equal("fingerprint in the checkpoint", 1, "fingerprint", then, learner.fingerprint())]
+
+
+def _comparable(policy: Policy, again: ReloadedModel, alone: bool) -> Policy:
+    """The policy with the tensors that were written. Of weights in few bits a merged export holds the float numbers
+    for which they stand. An adapter that was written alone is compared over weights rounded as the run's were."""
+    kind = quantised_as(policy.module)
+    if kind is None:
+        return policy
+    if alone:
+        quantise(again.inner, kind)  # type: ignore[arg-type]
+        return policy
+    plain = policy.clone()
+    make_float(plain.module, policy.dtype)
+    return plain
 
 
 def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> ExportComparison:

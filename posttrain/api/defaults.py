@@ -201,7 +201,8 @@ class Choices:
         # weights, gradients, two moments; a float32 master with its gradient below float32; sampler; reference
         per = each * (2 + sampler + reads) + 8 + (8 if each < 4 else 0)
         if self.run.model.lora is not None:  # one copy for all three; an adapter's own numbers are few
-            per = each * (1 + (sampler and each == 4))
+            held = {"int8": 1.2, "nf4": 0.7}.get(self.run.model.quantize or "")  # learner and sampler share them
+            per = held or each * (1 + (sampler and each == 4))
         return per * self.size.parameters / GIB
 
     @property

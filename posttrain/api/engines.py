@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from posttrain.engine.vllm.contract import check
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.server import ROLE, VLLMServer
 from posttrain.engine.vllm.spawn import Spawned
-from posttrain.engine.vllm.start import limits
+from posttrain.engine.vllm.start import limits, memory_folder
 
 TIMELINE = "timeline.json"
 BEFORE_TRIAL = -2
@@ -111,7 +110,9 @@ def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | No
         return Lookup(how.lookup)
     if how.draft is None:
         return None
-    small = open_policy(replace(run.model, path=how.draft, context=None, lora=None), run.seed, policy.context)
+    small = open_policy(
+        replace(run.model, path=how.draft, context=None, lora=None, quantize=None), run.seed, policy.context
+    )
     if small.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"engine.draft={how.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one"
@@ -143,7 +144,7 @@ def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
     """A vLLM server that runs already, or one that is started here."""
     patience = Patience(answer=how.timeout)
     if how.url is not None:
-        share = Path(how.share) if how.share is not None else _memory_folder()
+        share = Path(how.share) if how.share is not None else memory_folder()
         endpoint = Endpoint(how.url, ROLE, key_env=how.key_env, patience=patience)
         return Serving(VLLMServer(policy, endpoint, share=share, timeout=how.timeout), lambda: None)
     own = Spawned(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager)
@@ -154,9 +155,3 @@ def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
         ),
         own.close,
     )
-
-
-def _memory_folder() -> Path:
-    """A folder in memory, or the temporary folder where there is none."""
-    shm = Path("/dev/shm")
-    return shm if shm.is_dir() else Path(tempfile.gettempdir())

@@ -61,7 +61,7 @@ def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]
     weights = fingerprint(named_tensors(policy.module))
     facts: dict[str, Any] = {
         "weights": weights,
-        "base": base_digest(policy) if policy.lora is not None else "",
+        "base": policy.rounded_from or (base_digest(policy) if policy.lora is not None else ""),
         "dtype": run.model.dtype,
         "data": {name: tasks_digest(e) for name, e in environments.items()},
         "code": {s.name: code_digests(run.env_of(s)) for s in run.stages},

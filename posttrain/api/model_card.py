@@ -47,6 +47,13 @@ class HeldOutResult:
     """Updates between the measured weights and the exported ones."""
 
 
+FEW_BITS = (
+    "The adapter was trained over linear layers in few bits (`model.quantize`). Merged weights are the float numbers"
+    " that those stand for, with the adapter added; they are not the rounded ones of the base model. An adapter alone"
+    " computes over the unrounded base slightly otherwise than in training."
+)
+
+
 def model_card(
     folder: Path, checkpoint: Checkpoint, name: str, *, ema: bool = False, links: Sequence[LineageLink] = ()
 ) -> str:
@@ -174,6 +181,7 @@ def _head(run: Run, name: str, stage: Stage, step: int | None, ema: bool) -> lis
         f"{f'Moving average (decay {stage.optimizer.ema:g}) of the weights' if ema else 'Weights'} of stage"
         f" {code(stage.name)} {at}, from a run of recipe {code(run.recipe)} with"
         " posttrain. This card was written from the record of the run.",
+        *([] if run.model.quantize is None else ["", FEW_BITS]),
     ]
 
 

@@ -65,3 +65,35 @@ def goes_on(asked: Lora | None, there: Lora, where: str) -> Lora:
             " or merge it first and give the merged model"
         )
     return there
+
+
+def check_frozen(lora: Lora | None, quantize: str | None) -> None:
+    """ConfigError where weights are to be held in few bits, and all of them train."""
+    if quantize is not None and lora is None:
+        raise ConfigError(
+            f"model.quantize={quantize} is for the frozen weights beneath an adapter, and here all weights train: set"
+            " model.lora.rank=16, or leave it out"
+        )
+
+
+def refuse_dora(lora: Lora | None, quantize: str | None) -> None:
+    """ConfigError for DoRA over weights in few bits."""
+    if quantize is not None and lora is not None and lora.dora:
+        raise ConfigError(
+            f"model.quantize={quantize} with model.lora.dora=true: PEFT computes DoRA's norms from float weights. Set"
+            " one of them off"
+        )
+
+
+def check_served_elsewhere(lora: Lora | None, quantize: str | None) -> None:
+    """ConfigError for what vLLM cannot serve."""
+    if lora is not None and lora.dora:
+        raise ConfigError(
+            "model.lora.dora=true with engine=vllm: vLLM serves no DoRA adapters. Set engine=embedded, or"
+            " model.lora.dora=false"
+        )
+    if quantize is not None:
+        raise ConfigError(
+            f"model.quantize={quantize} with engine=vllm: vLLM would answer from other weights than the learner's. Set"
+            " engine=embedded, or leave it out"
+        )

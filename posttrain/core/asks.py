@@ -155,6 +155,7 @@ HARMLESS = frozenset(
             "Model.warm_up",
             "Model.history",
             "Model.kernels",
+            "Model.quantize",
         ),
         *("Optimizer.kind", "Optimizer.schedule", "Optimizer.rates", "Optimizer.freeze"),
         *("Lora.targets", "Lora.rslora", "Lora.dora"),

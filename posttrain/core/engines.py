@@ -112,11 +112,6 @@ def engine_refusals(
                 "deterministic=true is what the embedded engine can do; vLLM's tokens depend in their last bits on what"
                 " runs beside them. Set engine=embedded, or deterministic=false"
             )
-        if lora:
-            yield (
-                "model.lora with engine=vllm is not offered yet: the adapter would not reach vLLM. Set engine=embedded,"
-                " or train all weights with model.lora=none"
-            )
         if kernels == "compiled":
             yield "model.kernels=compiled is about the embedded engine. Set engine=embedded, or leave it out"
         return

@@ -281,6 +281,9 @@ REGISTRY: dict[str, Definition] = {
     "engine/accepted": Definition(
         "drafted tokens that were said, per drafted token", "share", "high, or speculation does not pay"
     ),
+    "engine/pushed": Definition(
+        "bytes of weights that travelled to vLLM, per push", "bytes", "those of the adapter, where there is one"
+    ),
     "engine/stale_gap": Definition(
         "expected |log-prob| difference of the next token over keys and values of the old weights, per sequence",
         "nats",

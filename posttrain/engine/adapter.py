@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from posttrain.core.adapter import ALL_LINEAR, Lora
 from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError, EngineError
+from posttrain.engine.quantise import float_layer, make_float, saved_bytes
 from posttrain.engine.readout import read_out
 
 if TYPE_CHECKING:
@@ -135,6 +136,14 @@ def target_names(module: nn.Module) -> list[str]:
     return words if len(named) == len(found) else sorted(found)
 
 
+def words(module: nn.Module, lora: Lora) -> str:
+    """The adapter of a module, as a line for people."""
+    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    small, large = saved_bytes(module, next(p.dtype for p in module.parameters() if p.dtype.is_floating_point))
+    beneath = f", over linear layers in few bits ({small:,} bytes instead of {large:,})" if small else ""
+    return f"adapter: {lora.words()}: {len(layers(module))} layers, {count:,} parameters train{beneath}"
+
+
 @contextmanager
 def switched_off(module: nn.Module) -> Iterator[None]:
     """Inside, the module computes without its adapters."""
@@ -167,7 +176,7 @@ def loud(module: nn.Module) -> Iterator[None]:
 
 def _make_loud(layer: Any, generator: torch.Generator) -> None:
     """Numbers for B with which |scale B A x| is about |W x| / 2 for inputs of independent numbers."""
-    base = layer.get_base_layer().weight
+    base = float_layer(layer.get_base_layer(), torch.float32).weight
     for name, b in layer.lora_B.items():
         added = layer.scaling[name] * float(layer.lora_A[name].weight.double().norm()) * math.sqrt(b.weight.shape[0])
         size = float(base.double().norm()) / (2 * max(added, 1e-30))
@@ -177,13 +186,14 @@ def _make_loud(layer: Any, generator: torch.Generator) -> None:
 def effective(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) of the plain layer that computes what this one does with its adapter. The layer's own weights are
     left as they are. For a layer without an adapter these are its own."""
-    plain: Any = _merged_layer(layer) if is_adapted(layer) else layer
+    plain: Any = _merged_layer(layer, torch.float32) if is_adapted(layer) else layer
     return plain.weight.detach(), None if plain.bias is None else plain.bias.detach()
 
 
-def _merged_layer(layer: nn.Module) -> nn.Module:
-    """A copy of a PEFT layer's base layer, with the adapter merged into the copy."""
+def _merged_layer(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a PEFT layer's base layer, with the adapter merged into the copy, of `dtype` if it was in 8 bits."""
     alone: Any = copy.deepcopy(layer)
+    make_float(alone, dtype)
     try:
         alone.merge(safe_merge=True)
     except ValueError as error:
@@ -221,12 +231,30 @@ def without_adapters(module: PreTrainedModel) -> PreTrainedModel:
     return _forgotten(bare)
 
 
+def beside(module: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
+    """A copy of the module with a new adapter in the place of its own. The weights beneath are shared.
+
+    Raises:
+        ConfigError: it has no adapter, so all its weights train and none can be shared; or the new one fits no layer.
+    """
+    if not is_adapted(module):
+        raise ConfigError(
+            "all weights of this policy train, so no other policy can share them: give it an adapter"
+            " (model.lora.rank=16), or take Policy.clone()"
+        )
+    bare = without_adapters(module)
+    attach(bare, lora, seed)
+    return bare
+
+
 def merged(module: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the module with every adapter merged into the copy's weights, and no adapter left."""
+    """A copy of the module with every adapter merged into the copy's weights, and no adapter left. 8-bit layers become
+    float ones of the module's dtype."""
     whole = copy.deepcopy(module)
     for name in layers(whole):
         parent, _, last = name.rpartition(".")
-        setattr(whole.get_submodule(parent), last, _merged_layer(whole.get_submodule(name)))
+        setattr(whole.get_submodule(parent), last, _merged_layer(whole.get_submodule(name), module.dtype))
+    make_float(whole, module.dtype)
     return _forgotten(whole).requires_grad_(True)
 
 

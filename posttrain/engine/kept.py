@@ -21,6 +21,7 @@ from posttrain.engine.adapter import base_tensors
 from posttrain.engine.adopt import implementation
 from posttrain.engine.checkpoint import read_tokenizer
 from posttrain.engine.models import Policy, named_tensors, prepared, with_adapter
+from posttrain.engine.quantise import quantise
 from posttrain.engine.stops import resolve_stops
 from posttrain.engine.vocabulary import quiet
 
@@ -97,6 +98,8 @@ def kept(
         )
     stops = tuple(stop_ids) if stop_ids else resolve_stops(words, module.generation_config)
     if model.lora is not None:
+        if model.quantize is not None:
+            quantise(module, model.quantize)
         _load_base(module, config / BASE)
     policy = prepared(model, module, words, stops, f"kept in {config.parent}", [], most)
     return with_adapter(policy, model, 0)

@@ -31,6 +31,7 @@ from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.models import Policy, named_tensors, served_tensors
+from posttrain.engine.quantise import make_float
 from posttrain.engine.readout import read_out
 from posttrain.engine.sharing import Sharing
 from posttrain.engine.stateful import Alone, is_stateful
@@ -157,6 +158,7 @@ class HFLearner:
         if sum(tensor.numel() for _, tensor in named_tensors(self.policy.module)) > MAX_EXACT_PARAMETERS:
             return None
         copy = replace(self.policy.clone(), share_prefixes=False)
+        make_float(copy.module, torch.float64)
         copy.module.double().eval()
         if isinstance(copy.module, PreTrainedModel) and hasattr(copy.module.config, "_experts_implementation"):
             copy.module.set_experts_implementation("eager")  # others have no float64

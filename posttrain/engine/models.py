@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from posttrain.core.adapter import Lora, goes_on
+from posttrain.core.adapter import Lora, check_frozen, goes_on
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.files import share
@@ -24,6 +24,7 @@ from posttrain.engine.adapter import attach
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
 from posttrain.engine.fingerprint import fingerprint, fingerprints
+from posttrain.engine.quantise import is_quantised, quantise, weights_of
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.saved_adapter import load_saved, saved_adapter
 from posttrain.engine.silence import silence
@@ -63,6 +64,8 @@ class Policy:
     """The choice of kernels: `Model.kernels`."""
     lora: Lora | None = None
     """The settings of its adapter; None where all weights train."""
+    rounded_from: str = ""
+    """Of weights in few bits: the fingerprint that they had before."""
     share_prefixes: bool = True
     """Whether learner and reference compute shared beginnings once: `Model.share_prefixes`."""
 
@@ -77,7 +80,7 @@ class Policy:
     @property
     def size(self) -> int:
         """Number of weights, ties counted once."""
-        return sum(p.numel() for p in self.module.parameters())
+        return weights_of(self.module)
 
     def describe(self) -> tuple[str, ...]:
         """What a run prints at its start."""
@@ -88,7 +91,7 @@ class Policy:
             f"model: {type(self.module).__name__} {self.source}, {self.size:,} parameters, {dtype} on {self.device}",
             f"vocabulary: {len(self.tokenizer):,} tokens, {rows:,} embedding rows; context: {self.context:,} tokens",
             f"stop tokens: {stops}",
-            *(() if self.lora is None else (_adapter_words(self.module, self.lora),)),
+            *(() if self.lora is None else (adapter.words(self.module, self.lora),)),
             *(f"note: {note}" for note in self.notes),
         )
 
@@ -101,6 +104,14 @@ class Policy:
         them in either."""
         frozen = {id(p): p for p in self.module.parameters() if not p.requires_grad}
         return replace(self, module=copy.deepcopy(self.module, {**frozen}))
+
+    def beside(self, lora: Lora, seed: int) -> Policy:
+        """Another policy over the same frozen weights, which nothing may change in either, with a new adapter.
+
+        Raises:
+            ConfigError: all weights of this policy train, so none can be shared; or the adapter fits no layer.
+        """
+        return replace(self, module=adapter.beside(self.module, lora, seed), lora=lora)
 
     def plain(self) -> Policy:
         """This policy where it has no adapter, else a copy of it with the adapter merged into the copy's weights."""
@@ -225,9 +236,14 @@ def load_policy(
 
 
 def with_adapter(policy: Policy, model: Model, seed: int) -> Policy:
-    """The policy with the adapter that `model.lora` asks for, attached in place."""
+    """The policy with the adapter that `model.lora` asks for, attached in place, over weights as `model.quantize` asks.
+    ConfigError where they do not fit."""
+    check_frozen(model.lora, model.quantize)
     if model.lora is None:
         return policy
+    if model.quantize is not None and not is_quantised(policy.module):
+        policy = replace(policy, rounded_from=fingerprint(named_tensors(policy.module)))
+        quantise(policy.module, model.quantize)
     attach(policy.module, model.lora, seed)
     return replace(policy, lora=model.lora)
 
@@ -316,11 +332,6 @@ def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
             f" {bound}"
         )
     return wanted
-
-
-def _adapter_words(module: PreTrainedModel, lora: Lora) -> str:
-    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    return f"adapter: {lora.words()}: {len(adapter.layers(module))} layers, {count:,} parameters train"
 
 
 def _embedding_rows(module: PreTrainedModel) -> int:

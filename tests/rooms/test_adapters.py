@@ -236,7 +236,7 @@ def test_settings(words: list[str], wanted: Lora | None) -> None:
         (f"model.lora.targets={ALL_LINEAR},q_proj", "keep one"),
         ("model.lora.ranks=4", "did you mean .rank"),
         ("model.lora=yes", "model.lora"),
-        ("engine=vllm model.lora=4", "not offered yet"),
+        ("engine=vllm model.lora.dora=true", "vLLM serves no DoRA"),
     ],
 )
 def test_wrong_settings_are_refused(words: str, message: str) -> None:
