@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from posttrain.core.run import Run
 from posttrain.core.stage import Stage, check_patterns
 from posttrain.core.version import VERSION
 from posttrain.engine import eight_bit
+from posttrain.engine.embedded.replay import Replay
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
 from posttrain.engine.optimizer import StageOptimizer
@@ -39,6 +41,7 @@ from posttrain.engine.reference import freeze
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.environment.rows import placed
 from posttrain.role.memory import PeakMemory
+from posttrain.role.probe import packed_text
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 
@@ -53,6 +56,15 @@ def use_threads(count: int) -> int:
     wanted = count or cores()
     torch.set_num_threads(wanted)
     return torch.get_num_threads()
+
+
+def use_deterministic(on: bool) -> Callable[[], None]:
+    """Make torch compute every operation the same way each time, or raise where it cannot; returns what undoes it."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
+    return lambda: torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[str, Any]:
@@ -193,7 +205,10 @@ def make_roles(run: Run, policy: Policy, env: Environment) -> PolicyRoles:
     """The learner, the engine (with its own copy of the weights) and the rollout of one policy."""
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = HFLearner(
-        policy, gradient_checkpointing=run.model.checkpointing, offload_activations=run.model.offload_activations
+        policy,
+        gradient_checkpointing=run.model.checkpointing,
+        offload_activations=run.model.offload_activations,
+        sampled=Replay(policy, run.slots).values if run.exact else None,
     )
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
@@ -212,11 +227,25 @@ def probe_ids(policy: Policy) -> np.ndarray:
 
 
 def make_parts(
-    run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tracker], others: Mapping[str, Any] | None = None
+    run: Run,
+    policy: Policy,
+    env: Any,
+    book: Book,
+    trackers: list[Tracker],
+    others: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> RunParts:
-    """The parts that all stages of a run share. `others`: see `make_policy`."""
+    """The parts that all stages of a run share.
+
+    Args:
+        others: see `make_policy`.
+        say: tells the user of what takes long.
+    """
     roles = make_roles(run, policy, env)
     learner = roles.learner
+    if run.model.compile:
+        say("compiling the learner's layers (model.compile=true) ...")
+        say(learner.compile(packed_text(probe_ids(policy))))
     others = others or {}
 
     def close() -> None:

@@ -15,6 +15,7 @@ from posttrain.core.engines import GIB, VLLM, Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Sampler
 from posttrain.core.run import Run
+from posttrain.engine import compiled
 from posttrain.engine.embedded import EmbeddedEngine, native
 from posttrain.engine.embedded.speculate import Draft, Lookup
 from posttrain.engine.endpoint import Endpoint, Patience
@@ -44,6 +45,8 @@ def check_engine(run: Run) -> None:
     Called before the run folder is made, so that such a run leaves no folder.
     """
     check_installed(run)
+    if run.model.compile and (why := compiled.missing(run.model.device)):
+        raise ConfigError(f"model.compile=true, but torch.compile cannot be used: {why}. Install it, or leave it out")
     if run.model.kernels == "compiled" and (why := native.missing()):
         raise ConfigError(
             f"model.kernels=compiled, but there are no compiled kernels: {why}. Leave it out to compute with torch's"
@@ -88,7 +91,7 @@ def embedded_engine(run: Run, how: Embedded, policy: Policy, text: Callable[[np.
         policy.module,
         slots=run.slots,
         context=policy.context,
-        deterministic=run.deterministic,
+        deterministic=run.deterministic or run.exact,
         device=run.model.device,
         cache_bytes=int(how.cache_gib * GIB),
         text=text,

@@ -72,6 +72,7 @@ def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> Ex
     check_memory(policy)
     (load_average if choice.ema else load_weights)(checkpoint.folder, HFLearner(policy))
     target.mkdir(parents=True, exist_ok=True)
+    _remove(target / FAILED)
     staged = target / UNVERIFIED
     if staged.exists():
         raise RunFolderError(f"{staged}: another export writes there, or one was cut. Choose another folder")
@@ -88,7 +89,7 @@ def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> Ex
             share(staged)
             _into_place(staged, target, certificate)
     except BaseException as error:
-        _clear(target)
+        _remove(staged)
         if (why := full(error)) is None:
             raise
         raise RunFolderError(
@@ -121,19 +122,26 @@ def _into_place(staged: Path, target: Path, certificate: ExportCertificate) -> N
     """Move the files; the certificate comes last, so a directory that has one is whole."""
     data = json.dumps(certificate.plain(file_digests(staged)), indent=1)
     (staged / CERTIFICATE).write_text(f"{data}\n", encoding="utf-8")
-    for path in sorted(staged.iterdir(), key=lambda p: p.name == CERTIFICATE):
-        path.rename(target / path.name)
+    moved: list[Path] = []
+    try:
+        for path in sorted(staged.iterdir(), key=lambda p: p.name == CERTIFICATE):
+            moved.append(path.rename(target / path.name))
+    except BaseException:
+        for path in moved:
+            _remove(path)
+        raise
     staged.rmdir()
 
 
-def _clear(target: Path) -> None:
-    """Remove what this export wrote. The target was empty before."""
-    for path in target.iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _refuse(target: Path, certificate: ExportCertificate, checkpoint: Checkpoint) -> None:
-    _clear(target)
+    _remove(target / UNVERIFIED)
     (target / FAILED).write_text(json.dumps(certificate.plain({}), indent=1) + "\n", encoding="utf-8")
     raise InvariantError(
         f"what was read back from the export of {checkpoint.name} is not what the run holds. {certificate.unlike}."

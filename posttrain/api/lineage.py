@@ -66,13 +66,17 @@ def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]
         "data": {name: tasks_digest(e) for name, e in environments.items()},
         "code": {s.name: code_digests(run.env_of(s)) for s in run.stages},
     }
-    words = {"tokenizer": policy.tokenizer_digest, "template": policy.template_digest, "dtype": run.model.dtype}
+    words: dict[str, Any] = {
+        "tokenizer": policy.tokenizer_digest,
+        "template": policy.template_digest,
+        "dtype": run.model.dtype,
+    }
     links = parents(run) or _bases(run, facts, words)
     check_links((*links, LineageLink(kind="run", name="(new)", began=weights, base=facts["base"], **words)))
     return {BEGAN: {"links": chain(links), **facts}}
 
 
-def _bases(run: Run, facts: Mapping[str, Any], words: Mapping[str, str]) -> tuple[LineageLink, ...]:
+def _bases(run: Run, facts: Mapping[str, Any], words: Mapping[str, Any]) -> tuple[LineageLink, ...]:
     """The links of a model without a record."""
     path = run.model.path
     if path is None:
@@ -140,7 +144,7 @@ def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[Line
             f"{folder}/run.json: its entry {BEGAN} was changed after it was written, so it is not known what this run"
             " began with. Take a copy of the folder that was not changed"
         )
-    words = {n: str(found.facts.get(f"{n}_digest") or "") for n in ("tokenizer", "template")}
+    words: dict[str, Any] = {n: str(found.facts.get(f"{n}_digest") or "") for n in ("tokenizer", "template")}
     words["dtype"] = found.run.model.dtype
     links = links_from(facts.get("links", []), f"{folder}/run.json, {BEGAN}", RunFolderError)
     if not links:  # an older version began it

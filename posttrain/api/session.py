@@ -10,7 +10,7 @@ from pathlib import Path
 
 from posttrain.api.admit import remember_run
 from posttrain.api.branch import is_branch
-from posttrain.api.build import facts, make_parts, make_policy, use_threads, words_in_tokens
+from posttrain.api.build import facts, make_parts, make_policy, use_deterministic, use_threads, words_in_tokens
 from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
 from posttrain.api.lineage import began_with, write_lineage
@@ -133,6 +133,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     check_drivers(run)
     check_engine(run)
     threads = use_threads(run.threads)
+    cleanup.callback(use_deterministic(run.deterministic))
     policy = session_policy(request)
     notes = request.notes
     if book is None:
@@ -155,11 +156,13 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
             *policy.describe(),
             *words_in_tokens(run, policy),
             *notes,
+            *price_lines(run),
             f"run folder: {book.folder}",
             *tracker_lines(trackers),
         ):
             terminal.say(line)
-    parts = make_parts(run, policy, request.environment, book, trackers, request.others)
+    say = (lambda line: None) if quiet else terminal.say
+    parts = make_parts(run, policy, request.environment, book, trackers, request.others, say)
     cleanup.callback(parts.close)
     if not quiet and isinstance(parts.sampler, EmbeddedEngine):
         terminal.say(parts.sampler.describe())
@@ -171,6 +174,16 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         terminal.say(resume_line(run, progress, book.folder))
     kept = checkpoint.folder if checkpoint is not None else None
     return RunSession(run, book, parts, policy, terminal, progress, kept, quiet, Stopper(), cleanup)
+
+
+def price_lines(run: Run) -> tuple[str, ...]:
+    """What `deterministic=true` does and costs, as lines for people."""
+    if not run.deterministic:
+        return ()
+    return (
+        "deterministic: torch's deterministic algorithms, and passes of a fixed size in the engine, whose idle rows are"
+        " its price (docs/precision.md has figures)",
+    )
 
 
 def note_session(book: Book, checkpoint: Checkpoint | None) -> tuple[str, ...]:

@@ -142,10 +142,11 @@ DECIDED: dict[str, Decision] = {
 
 HARMLESS = frozenset(
     {
-        *("Run.recipe", "Run.deterministic", "Run.record_episodes"),
+        *("Run.recipe", "Run.deterministic", "Run.exact", "Run.record_episodes"),
         "Run.fault",  # starts with --allow-fault only
         *(
             "Model.arch",
+            "Model.compile",
             "Model.device",
             "Model.dtype",
             "Model.gradient_checkpointing",

@@ -172,6 +172,10 @@ class Learner(Examiner, Protocol):
         """None where all weights train."""
         ...
 
+    def price(self, packed: Packed) -> float | None:
+        """How many times as long as its own forward pass the sampler's takes, where it takes log-probs from that."""
+        ...
+
     def train_mode(self, on: bool) -> None:
         """Turn dropout and gradient checkpointing on or off. Scoring always runs with both off."""
         ...

@@ -11,7 +11,7 @@ from typing import Literal
 
 from posttrain.core.adapter import Lora, check_frozen, check_served_elsewhere, refuse_dora
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.engines import Embedded, Engine, KernelChoice
+from posttrain.core.engines import Embedded, Engine, KernelChoice, engine_refusals
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import GRPO
@@ -76,6 +76,9 @@ class Model:
     share_prefixes: bool = True
     """Compute what several sequences begin with once in the learner: the prompt of siblings, earlier turns. It changes
     results by rounding only, which its first use in a run proves."""
+    compile: bool = False
+    """Compile the learner's layers with torch.compile before the first step, which takes a minute or more. It pays off
+    on GPUs and in long runs. The sampler and references are not compiled."""
     warm_up: bool | None = None
     """Compute the largest pass that the settings allow once before the first step of a stage, so that memory that does
     not suffice shows at once. Nothing is learned from it. None: on every device but the CPU."""
@@ -102,6 +105,11 @@ class Model:
                 "model.offload_activations=true moves activations from an accelerator to the memory of the CPU; with"
                 " model.device=cpu they are there. Set it to false, or keep fewer with"
                 " model.gradient_checkpointing=selective"
+            )
+        if self.compile and (self.gradient_checkpointing != "none" or self.offload_activations):
+            raise ConfigError(
+                "model.compile=true keeps what its graphs decide to keep: set model.gradient_checkpointing=none"
+                " model.offload_activations=false, or leave it out"
             )
         if self.path is None:
             self._check_sizes()
@@ -329,7 +337,12 @@ class Run:
     slots: int = 256
     """Sequences the engine decodes at once."""
     deterministic: bool = False
-    """Fixed matmul shapes in the embedded engine. Tokens are then bit-equal whatever else is in the batch; slower."""
+    """Fixed matmul shapes in the embedded engine, so that tokens are bit-equal whatever else is in the batch, and
+    torch's deterministic algorithms everywhere: an operation that has none stops the run. Slower."""
+    exact: bool = False
+    """The learner's log-probs equal the sampler's bit for bit: the learner computes them a second time, as the embedded
+    engine does, with its own weights. The ratio is then exactly 1 on policy. It includes what deterministic does to the
+    engine, and costs one more pass over each batch, whose price the first step tells."""
     threads: int = 0
     """CPU threads for torch. 0: all cores of the machine (recorded in run.json)."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
@@ -346,29 +359,15 @@ class Run:
         for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be >= {least}")
-        if self.deterministic and not isinstance(self.engine, Embedded):
-            raise ConfigError(
-                "deterministic=true is what the embedded engine can do; vLLM's tokens depend in their last bits on what"
-                " runs beside them. Set engine=embedded, or deterministic=false"
-            )
-        if self.deterministic and isinstance(self.engine, Embedded) and (self.engine.lookup or self.engine.draft):
-            raise ConfigError(
-                "deterministic=true computes fixed shapes, and drafts differ in number: set engine.lookup=0"
-                " engine.draft=none"
-            )
-        if self.deterministic and isinstance(self.engine, Embedded) and self.engine.update == "stale":
-            raise ConfigError(
-                "deterministic=true computes every sequence by one policy, and engine.update=stale does not: use drain"
-                " or inflight"
-            )
+        ruled = next((s.name for s in self.stages if s.contract is not None and s.contract.rules), "")
+        for why in engine_refusals(
+            self.engine, self.model.kernels, self.model.lora is not None, self.deterministic, self.exact, ruled
+        ):
+            raise ConfigError(why)
         if not isinstance(self.engine, Embedded):
             check_served_elsewhere(self.model.lora, self.model.quantize)
         if self.model.path is None:
             check_frozen(self.model.lora, self.model.quantize)
-        if self.model.kernels == "compiled" and not isinstance(self.engine, Embedded):
-            raise ConfigError(
-                "model.kernels=compiled is about the embedded engine. Set engine=embedded, or leave it out"
-            )
         names = [s.name for s in self.stages]
         if not names:
             raise ConfigError("a run needs at least one stage")

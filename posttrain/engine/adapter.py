@@ -9,15 +9,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.adapter import ALL_LINEAR, Lora
+from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError, EngineError
 from posttrain.engine.quantise import float_layer, make_float, saved_bytes
 from posttrain.engine.readout import read_out
@@ -260,3 +263,24 @@ def _forgotten(module: PreTrainedModel) -> PreTrainedModel:
     for attribute in ("peft_config", "_hf_peft_config_loaded"):
         module.__dict__.pop(attribute, None)
     return module
+
+
+class ScoresTokens(Protocol):
+    """What scores tokens with the weights of a module."""
+
+    def score(self, packed: Packed) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, eq=False)
+class TrialOfAdapter:
+    """`core.ports.AdapterTrial` of a learner."""
+
+    module: nn.Module
+    scorer: ScoresTokens
+
+    def loud(self) -> AbstractContextManager[None]:
+        return loud(self.module)
+
+    def without(self, packed: Packed) -> np.ndarray:
+        with switched_off(self.module):
+            return self.scorer.score(packed)

@@ -90,8 +90,14 @@ def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[.
 
 def register() -> None:
     """Make `NAME` an attention implementation of transformers. Calling it again changes nothing."""
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, _registered[0])
     AttentionMaskInterface.register(NAME, no_mask)
+
+
+def stay_outside_graphs() -> None:
+    """From now on torch.compile traces nothing of `attend`: its layout is another one in each pass."""
+    _registered[0] = torch.compiler.disable(attend)
+    register()
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
@@ -140,6 +146,10 @@ def attend(
         raise EngineError(f"{type(module).__name__} is not causal: {NAME!r} serves decoder-only language models")
     scale = float(query.shape[-1] ** -0.5) if scaling is None else scaling
     return layout.attend(module, query, key, value, scaling=scale, sliding_window=sliding_window, softcap=softcap), None
+
+
+_registered: list[Callable[..., Any]] = [attend]
+"""What transformers calls: `attend`, or a form of it that no graph enters."""
 
 
 def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:

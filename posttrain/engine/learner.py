@@ -5,9 +5,10 @@ Axis letters: N packed positions, M spoken tokens, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from posttrain.core.batch import Packed
+from posttrain.core.batch import Batch, Packed
 from posttrain.core.engines import KernelChoice
-from posttrain.core.errors import DataError, InvariantError
+from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.run import Checkpointing
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
+from posttrain.core.streams import MU
 from posttrain.core.types import Top
 from posttrain.engine.activations import keep_less, kept_on_the_cpu
-from posttrain.engine.adapter import loud, switched_off
+from posttrain.engine.adapter import TrialOfAdapter
+from posttrain.engine.compiled import warmed_up
 from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
@@ -49,12 +52,20 @@ class HFLearner:
     Args:
         gradient_checkpointing: which activations the backward computes again instead of keeping them (`activations`).
         offload_activations: keep activations in the memory of the CPU until the backward.
+        sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
+            (`embedded.replay`). Log-probs get these values then, and keep their own gradients.
     """
 
     def __init__(
-        self, policy: Policy, *, gradient_checkpointing: Checkpointing = "none", offload_activations: bool = False
+        self,
+        policy: Policy,
+        *,
+        gradient_checkpointing: Checkpointing = "none",
+        offload_activations: bool = False,
+        sampled: Callable[[Packed], Tensor] | None = None,
     ) -> None:
         self.policy = policy
+        self._sampled = sampled
         self.value_head = _zero_head(policy)
         self._frozen: dict[str, str] | None = None
         self._reader = _PackedReader(policy)
@@ -75,6 +86,8 @@ class HFLearner:
         with kept_on_the_cpu() if self._offload else nullcontext():
             hidden = self._reader.hidden(packed)
         logp, spread = self._reader.head(packed, hidden, entropy)
+        if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
+            logp = logp - logp.detach() + self._sampled(packed)  # 0 + x is x
         candidates = (
             None
             if candidates_MK is None
@@ -102,7 +115,34 @@ class HFLearner:
 
     def score(self, packed: Packed) -> np.ndarray:
         """float32 [M] log-probs under `packed.sampling`, without gradient."""
-        return self._reader.score(packed)
+        return self._reader.score(packed) if self._sampled is None else self._sampled(packed).cpu().numpy()
+
+    def price(self, packed: Packed) -> float | None:
+        """How many times as long as a packed pass the sampler's own pass takes; None where there is none."""
+        if self._sampled is None:
+            return None
+        seconds: list[float] = []
+        for score in (self._reader.score, self.score):
+            begun = time.perf_counter()
+            score(packed)
+            seconds.append(time.perf_counter() - begun)
+        return seconds[1] / seconds[0]
+
+    def compile(self, packed: Packed) -> str:
+        """Compile the layers, compare them on these tokens, and return a line for people; see `compiled`."""
+        if is_stateful(self.policy.module):
+            raise ConfigError("model.compile=true is not offered for models with a recurrent state. Set it to false")
+
+        def measure() -> tuple[Tensor, dict[str, Tensor]]:
+            self.train_mode(True)
+            trained = {n: p for n, p in self.parameters().items() if not n.startswith("value_head.")}
+            logp = self._reader.head(packed, self._reader.hidden(packed), False)[0]
+            found = torch.autograd.grad(logp.sum(), list(trained.values()), allow_unused=True)
+            self.train_mode(False)
+            self._reader.score(packed)
+            return logp.detach(), {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+
+        return warmed_up(self._reader.out, measure)
 
     def value(self, packed: Packed) -> np.ndarray:
         """float32 [M] estimates before each spoken token, without gradient."""
@@ -165,21 +205,6 @@ class HFLearner:
     def _values(self, hidden: Tensor) -> Tensor:
         """[M, H] -> [M]"""
         return self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
-
-
-@dataclass(frozen=True, eq=False)
-class TrialOfAdapter:
-    """`core.ports.AdapterTrial` of a learner."""
-
-    module: nn.Module
-    scorer: HFLearner
-
-    def loud(self) -> AbstractContextManager[None]:
-        return loud(self.module)
-
-    def without(self, packed: Packed) -> np.ndarray:
-        with switched_off(self.module):
-            return self.scorer.score(packed)
 
 
 class FrozenScorer:

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.core.errors import DataError
 from posttrain.engine.models import Policy
+from posttrain.engine.stateful import is_stateful
 from posttrain.engine.stops import resolve_stops
 from posttrain.engine.vocabulary import digest, quiet
 
@@ -24,7 +25,7 @@ class ReloadedModel:
 
     module: Any
     """What a user calls: a causal LM, or a PEFT model."""
-    inner: nn.Module
+    inner: Any
     """The causal LM, with PEFT's layers inside where an adapter was read."""
     tokenizer: Any
     stop_ids: tuple[int, ...]
@@ -43,18 +44,19 @@ class ReloadedModel:
 
     @torch.no_grad()
     def answer(self, prompt: np.ndarray, most: int) -> np.ndarray:
-        """int32: the greedy answer to a prompt, with transformers' cache, up to and with the first stop token."""
+        """int32: the greedy answer to a prompt, up to and with the first stop token. With transformers' cache; a model
+        with a recurrent state is computed anew for each token, because its cache has another form in each family."""
         device = next(self.inner.parameters()).device
         fed, past, said = torch.from_numpy(prompt.astype(np.int64)).to(device)[None], None, list[int]()
-        whole = fed
+        whole, cached = fed, not is_stateful(self.inner)
         while len(said) < most:
-            out = self.module(input_ids=fed, past_key_values=past, use_cache=True)
+            out = self.module(input_ids=fed, **({"past_key_values": past} if cached else {}), use_cache=cached)
             token = int(out.logits[0, -1].argmax())
             said.append(token)
             if token in self.stop_ids:
                 break
             next_one = torch.tensor([[token]], device=device)
-            past, whole = out.past_key_values, torch.cat([whole, next_one], 1)
+            past, whole = out.past_key_values if cached else None, torch.cat([whole, next_one], 1)
             fed = next_one if past is not None else whole
         return np.array(said, np.int32)
 

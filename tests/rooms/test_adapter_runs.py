@@ -97,6 +97,8 @@ def test_another_base_is_refused(train: Train, model: Path, tmp_path: Path) -> N
 
     own = tmp_path / "model"
     shutil.copytree(model, own)
+    for papers in ("certificate.json", "lineage.json"):  # as a model without them, whose change nothing else finds
+        (own / papers).unlink()
     run = train(own, tmp_path / "a", 2)
     held = load_file(own / "model.safetensors")
     name = next(n for n in held if "mlp" in n)

@@ -26,6 +26,8 @@ from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.run import Model, Run
 from posttrain.engine import adapter, models
 from posttrain.engine.models import Policy
+from posttrain.engine.vocabulary import characters
+from tests import families
 from tests.tiny import MODEL, tiny_run
 
 pytestmark = pytest.mark.prove
@@ -106,12 +108,20 @@ def test_an_adapter_passes_merged_and_alone(lora: Path, tmp_path: Path, alone: b
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama", "gemma"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_architectures_and_dtypes_pass_merged(arch: Any, dtype: Any, tmp_path: Path) -> None:
     heads = {"kv_heads": 2} if arch == "gpt2" else {}
     kind = Lora(rank=4, alpha=64, dora=arch == "llama", rslora=arch == "gemma")
     out = played(tmp_path / "run", short(replace(MODEL, arch=arch, dtype=dtype, lora=kind, **heads)))
     assert read(Path(posttrain.export(out, tmp_path / "m")))["dtype"] == dtype
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "rwkv"])
+def test_models_with_a_state_pass(family: str, tmp_path: Path) -> None:
+    families.build(families.config(family)).save_pretrained(tmp_path / "model")
+    characters("0123456789+-*=<> abcdefghijklmnopqrstuv").save_pretrained(tmp_path / "model")
+    out = played(tmp_path / "run", short(Model(path=str(tmp_path / "model"), context=48)))
+    assert read(Path(posttrain.export(out, tmp_path / "m")))["passed"]
 
 
 def test_without_a_record_prompts_are_generated(tmp_path: Path) -> None:
@@ -143,7 +153,7 @@ def test_the_run_itself_says_what_the_export_says(run: Path, tmp_path: Path) -> 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-def written_and(change: Callable[[Path], None]) -> Plant:
+def written_and(change: Callable[[Path], object]) -> Plant:
     """Something happens to the files of a model right after they were written."""
 
     def plant(m: pytest.MonkeyPatch) -> None:
@@ -227,8 +237,8 @@ def test_an_adapter_is_merged_once(lora: Path, tmp_path: Path, monkeypatch: pyte
     """Not at all, or onto weights into which it was merged before."""
     real: Any = adapter._merged_layer  # pyright: ignore[reportPrivateUsage]
 
-    def wrong(layer: Any) -> Any:
-        base, plain = layer.get_base_layer(), real(layer)
+    def wrong(layer: Any, *more: Any) -> Any:
+        base, plain = layer.get_base_layer(), real(layer, *more)
         with torch.no_grad():
             plain.weight.copy_(base.weight + times * (plain.weight - base.weight))
         return plain
@@ -286,7 +296,7 @@ def extra_code(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{}")
 
 
-LATER: dict[str, tuple[Callable[[Path], None], str]] = {
+LATER: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights": (one_weight, r"model\.safetensors is not the file that was exported"),
     "tokenizer": (other_tokenizer, r"tokenizer\.json is not the file"),
     "stops": (edited("generation_config.json", eos_token_id=None), r"generation_config\.json is not the file"),

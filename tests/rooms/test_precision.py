@@ -9,20 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_parts import packed, policy
 
 import posttrain
+from posttrain.api import overrides
 from posttrain.core import reader
-from posttrain.core.errors import InvariantError, RunFolderError
+from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.core.run import Optimizer, Run
-from posttrain.engine import transform
+from posttrain.engine import compiled, transform
+from posttrain.engine.embedded.replay import Replay
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.loss_scale import FIRST, PATIENCE, LossScale
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.readout import ReadOut, read_out
 from posttrain.engine.wide_head import prove_logits, prove_logprobs
+from posttrain.role.rollout import Rollout
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 TYPES = ("float32", "bfloat16", "float16")
@@ -97,6 +101,7 @@ def test_a_run_goes_on_behind_an_overflow(tmp_path: Path) -> None:
     assert scales == sorted(scales, reverse=True) and scales[-1] < scales[0]
 
 
+@pytest.mark.prove
 def test_float16_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     run = replace(in_type(only_rl(tiny_run(prompts=8, steps=4)), "float16"), keep_checkpoints=9)
     posttrain.run(run, out=tmp_path / "whole", quiet=True)
@@ -107,6 +112,7 @@ def test_float16_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert one.index == two.index == 4 and one.gauges == two.gauges and "optim/loss_scale" in one.gauges
 
 
+@pytest.mark.prove
 def test_the_mismatch_follows_the_type(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
     for dtype in TYPES:
@@ -141,3 +147,100 @@ def test_the_head_is_float32_in_every_type_and_a_narrow_one_is_refused(
     monkeypatch.setattr(ReadOut, "logits", lambda self, h: (h @ self.weight.T).bfloat16().float())
     with pytest.raises(InvariantError, match="the sampler's head"):
         prove_logits(out)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        ("float32", ()),
+        ("float32", ("model.kernels=torch", "rl.sampling.temperature=0.7", "slots=70")),
+        ("bfloat16", ("rl.sampling.top_p=0.8",)),
+        ("float16", ("rl.minibatches=2", "model.arch=llama")),
+    ],
+)
+def test_exact_means_the_same_bits(dtype: str, settings: tuple[str, ...], tmp_path: Path) -> None:
+    posttrain.run(in_type(only_rl(tiny_run(steps=2)), dtype), "exact=true", *settings, out=tmp_path / "run", quiet=True)
+    seen = reader.steps(tmp_path / "run")
+    assert len(seen) == 2
+    for name in ("canary/logp_gap_worst", "mismatch/logp_gap", "mismatch/kl"):
+        assert all(s.gauges[name].sum == 0.0 for s in seen)
+    assert any("agree bit for bit" in note and "times as long" in note for note in seen[0].notes)
+    assert any(s.gauges["optim/grad_norm"].mean > 0 for s in seen if "optim/grad_norm" in s.gauges)
+
+
+def test_exact_log_probs_keep_their_own_gradient() -> None:
+    p = policy()
+    batch = packed(5)
+    plain, exact = HFLearner(p), HFLearner(p, sampled=Replay(p, 8).values)
+    found: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    for learner in (plain, exact):
+        logp = learner.forward(batch, entropy=False, value=False).logp
+        found.append((logp.detach(), list(torch.autograd.grad(logp.sum(), list(p.module.parameters())))))
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    assert 0 < float((found[0][0] - found[1][0]).abs().max()) < 1e-5
+    with torch.no_grad():
+        next(iter(p.module.parameters())).mul_(1.5)
+    np.testing.assert_allclose(exact.score(batch), plain.score(batch), rtol=0, atol=1e-4)
+
+
+def test_exact_counts_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last bit of one token stops the run."""
+    real = Replay.values
+
+    def off(self: Replay, batch: Any) -> torch.Tensor:
+        out = real(self, batch)
+        out[0] = torch.nextafter(out[0], torch.tensor(0.0))
+        return out
+
+    monkeypatch.setattr(Replay, "values", off)
+    with pytest.raises(InvariantError, match=r"disagree about the same weights.*bound 0 in float32"):
+        posttrain.run(only_rl(tiny_run(steps=1)), "exact=true", out=tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("engine=vllm",), "exact=true.*engine=embedded"),
+        (("engine.lookup=2",), "exact=true.*engine.lookup=0"),
+        (("model.kernels=reference",), "exact=true.*model.kernels=auto"),
+        (("model.lora.rank=2",), "exact=true.*model.lora=none"),
+        (("rl.sampling.repetition_penalty=1.2",), "exact=true.*rl.sampling has some"),
+    ],
+)
+def test_what_has_no_exact_scores_is_refused(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        overrides.apply(only_rl(tiny_run()), ["exact=true", *settings])
+
+
+def test_deterministic_asks_torch_and_lets_it_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[bool] = []
+    run = only_rl(tiny_run(steps=1))
+    parts = Rollout.episode
+
+    async def watched(self: Any, *given: Any, **named: Any) -> Any:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return await parts(self, *given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rollout, "episode", watched)
+        posttrain.run(run, "deterministic=true", out=tmp_path / "run")
+    assert seen and all(seen) and not torch.are_deterministic_algorithms_enabled()
+    assert "idle rows are its price" in capsys.readouterr().out
+
+
+def test_compile_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"model.compile=true, but .*no C\+\+ compiler.*leave it out"):
+        posttrain.run(only_rl(tiny_run()), "model.compile=true", out=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.prove
+def test_a_compiled_learner_learns_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = only_rl(tiny_run(prompts=8, steps=2))
+    run = replace(run, model=replace(run.model, layers=1))
+    posttrain.run(run, out=tmp_path / "plain", quiet=True)
+    posttrain.run(run, "model.compile=true", out=tmp_path / "compiled")
+    assert "compiled 1 layer of the learner in" in capsys.readouterr().out
+    one, two = (reader.steps(tmp_path / name)[0].gauges for name in ("plain", "compiled"))
+    assert one["optim/grad_norm"].mean == pytest.approx(two["optim/grad_norm"].mean, rel=1e-3)

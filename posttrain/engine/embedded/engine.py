@@ -25,6 +25,7 @@ from posttrain.engine.embedded.cached_model import CachedModel
 from posttrain.engine.embedded.counters import EngineCounters
 from posttrain.engine.embedded.plan import BUDGET
 from posttrain.engine.embedded.recompute import RecomputedModel
+from posttrain.engine.embedded.replay import fixed_rows
 from posttrain.engine.embedded.scheduler import Scheduler
 from posttrain.engine.embedded.slots import GenerateCall, TokenCallback
 from posttrain.engine.embedded.speculate import Draft, DraftModel, Lookup, PromptLookup, Proposer
@@ -38,8 +39,6 @@ from posttrain.engine.stateful import is_stateful
 
 CACHE_BYTES = 4 << 30
 """Most bytes of the key-value cache. The cache grows up to this size when needed."""
-ROWS = 64
-"""The positions of a deterministic forward pass are the number of slots, rounded up to a multiple of this."""
 Update = Literal["drain", "inflight", "stale"]
 
 
@@ -89,7 +88,7 @@ class EmbeddedEngine:
             raise EngineError(
                 f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token"
             )
-        self._rows = -(-slots // ROWS) * ROWS if deterministic else None
+        self._rows = fixed_rows(slots) if deterministic else None
         form = RecomputedModel if is_stateful(module) else CachedModel
         self._served = form(module, context, device=device, rows=self._rows, kernels=kernels)
         self._module, self._pool = self._served.module, self._served.pool
