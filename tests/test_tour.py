@@ -370,6 +370,7 @@ def test_whole_steps_move_the_weights_alike(name: str, exact: bool, bound: float
 # --- the programs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 @every
 def test_it_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A short run already answers more held-out questions than before; its sampler and learner agree."""

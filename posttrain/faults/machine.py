@@ -116,15 +116,15 @@ def _(real: Real) -> Real:
 
 @fault(
     "gradient_cut",
-    seam="posttrain.engine.learner:_SelectRows.backward",
+    seam="posttrain.engine.sharing:SelectRows.backward",
     what="the gradient stops at the head: hidden states are detached on the way back",
     harm="only the last layer learns",
     source="pain 23",
 )
 def _(real: Real) -> Real:
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad, nothing = real(ctx, *grads)
-        return grad.new_zeros(grad.shape), nothing
+        grad, *rest = real(ctx, *grads)
+        return grad.new_zeros(grad.shape), *rest
 
     return backward
 
@@ -218,7 +218,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "attention_crosses_answers",
-    seam="posttrain.engine.learner:PackedLayout",
+    seam="posttrain.engine.sharing:PackedLayout",
     what="packed answers attend to the ones packed before them",
     harm="log-probs depend on the neighbours in the batch",
     source="pain 10, axolotl#3608",

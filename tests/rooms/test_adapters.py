@@ -134,6 +134,7 @@ def test_a_merged_copy_computes_the_same_and_holds_no_adapter(kind: str, arch: s
     assert learner.fingerprint() == before, "nothing was merged in place"
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_base_is_the_same_bits_after_many_steps_and_pushes(dtype: str) -> None:
     p = adapted(dtype=dtype)

@@ -274,6 +274,7 @@ def head_peak(
 
 
 @pytest.mark.prove
+@pytest.mark.prove
 def test_memory_is_that_of_the_gradients_and_a_few_tiles() -> None:
     """At a vocabulary of 151,936 and 4,096 tokens: the gradients, six tiles of 4 MiB, and 1/8 of the plain way at most.
     The plain way holds logits, softmax and gradient, in float32."""

@@ -63,6 +63,7 @@ def test_every_kind_trains_a_run_that_its_checks_follow(
     assert any(n.startswith(word) for n in state)
 
 
+@pytest.mark.prove
 def test_a_longer_run_keeps_the_learning_rates_it_had(tmp_path: Path) -> None:
     """Two steps and two more are four at once, bit for bit, because the horizon is a setting of its own."""
     words = ("rl.optimizer.schedule=linear", "rl.optimizer.horizon=6", "rl.optimizer.warmup=1", "rl.optimizer.ema=0.9")
@@ -90,6 +91,7 @@ def test_a_pattern_that_fits_nothing_is_refused_at_once(tmp_path: Path, capsys: 
     assert "'embed_token' fits no parameter that is trained; did you mean 'embed_tokens'?" in capsys.readouterr().err
 
 
+@pytest.mark.prove
 def test_averages_are_evaluated_and_exported_on_request(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert ran(run, "rl.optimizer.ema=0.5", "rl.optimizer.lr=0.01") == 0

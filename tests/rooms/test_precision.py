@@ -101,6 +101,7 @@ def test_a_run_goes_on_behind_an_overflow(tmp_path: Path) -> None:
     assert scales == sorted(scales, reverse=True) and scales[-1] < scales[0]
 
 
+@pytest.mark.prove
 def test_float16_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     run = replace(in_type(only_rl(tiny_run(prompts=8, steps=4)), "float16"), keep_checkpoints=9)
     posttrain.run(run, out=tmp_path / "whole", quiet=True)
@@ -111,6 +112,7 @@ def test_float16_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert one.index == two.index == 4 and one.gauges == two.gauges and "optim/loss_scale" in one.gauges
 
 
+@pytest.mark.prove
 def test_the_mismatch_follows_the_type(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
     for dtype in TYPES:

@@ -98,6 +98,7 @@ posttrain.run("arithmetic", *words, out=sys.argv[1], quiet=True)
 """
 
 
+@pytest.mark.prove
 def test_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
     """In a process whose memory is limited."""
     done = subprocess.run(

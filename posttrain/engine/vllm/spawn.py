@@ -17,7 +17,7 @@ from pathlib import Path
 from posttrain.core.errors import EngineError
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm import installed
-from posttrain.engine.vllm.hot_load import check_served
+from posttrain.engine.vllm.hot_load import BASE, check_served
 from posttrain.engine.vllm.launch import PARENT
 from posttrain.engine.vllm.start import START, arguments, describe, memory_folder
 
@@ -70,6 +70,7 @@ class Spawned:
         atexit.register(self.close)
         try:
             self._wait()
+            (self.folder / "model" / BASE).unlink(missing_ok=True)  # the server has read it
         except BaseException:
             self.close()
             raise
