@@ -145,6 +145,9 @@ class _GradientTaker:
         self.gather()
         return float(torch.nn.utils.get_total_norm(list(self.taken.values()))) if self.taken else 0.0
 
+    def pending_bytes(self) -> int:
+        return 0
+
     def trained(self) -> Mapping[str, torch.Tensor]:
         return self._parameters
 
