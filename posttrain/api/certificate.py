@@ -243,7 +243,7 @@ def _equal_tensors(what: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[
 def _same_shapes(policy: Policy, again: ReloadedModel) -> bool:
     """Whether the two models have the same vocabulary, so that their answers can be compared."""
     ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (policy.module, again.inner))  # type: ignore[union-attr,operator]
-    return ours == theirs
+    return bool(ours == theirs)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
