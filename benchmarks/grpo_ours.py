@@ -127,7 +127,7 @@ def make_run(job: Job) -> Run:
     )
     return Run(
         recipe="benchmark",
-        model=Model(path=job.checkpoint),
+        model=Model(path=job.checkpoint, share_prefixes=job.share),
         stages=(stage,),
         threads=job.threads,
         record_episodes=False,

@@ -11,7 +11,7 @@ time of each side stand beside it, since a shared machine can make wall time mea
 What is equal: 32 prompts x 8 siblings, temperature 1, no KL, one AdamW step, float32, the same threads. Lengths are
 forced on both sides. OpenMP threads wait passively on both, so that a neighbour does not cost a spinning barrier.
 What differs: TRL runs at the fastest setting a search in the same run finds, ours at its shipped defaults with every
-canary on.
+check on, and once more with `model.share_prefixes=false`, where each sibling's prompt is computed again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -42,8 +43,8 @@ WARM = 4
 PEERS = ("torch", "transformers", "trl", "accelerate", "numpy")
 
 
-def _worker(name: str, job: Job, errors: Path) -> Worker:
-    return Worker(name, [sys.executable, str(HERE / f"grpo_{name}.py"), job.dump()], job.threads, errors)
+def _worker(program: str, job: Job, errors: Path, name: str = "") -> Worker:
+    return Worker(name or program, [sys.executable, str(HERE / f"grpo_{program}.py"), job.dump()], job.threads, errors)
 
 
 def candidates(samples: int) -> list[dict[str, Any]]:
@@ -92,7 +93,7 @@ def scaled(how: dict[str, Any], searched: int, samples: int) -> dict[str, Any]:
 
 
 def contest(name: str, regime: str, args: argparse.Namespace, folder: Path, parameters: int) -> dict[str, Any]:
-    """One size in one regime: search TRL's setting, then alternate."""
+    """One size in one regime: search TRL's setting, then alternate the three sides."""
     size = SIZES[name]
     job = Job(str(folder / name), regime, args.prompts, args.threads)
     smaller = Job(job.checkpoint, regime, min(size.search, args.prompts), args.threads)
@@ -100,22 +101,7 @@ def contest(name: str, regime: str, args: argparse.Namespace, folder: Path, para
     rows = search(smaller, size.tries, folder / "search.err")
     how = scaled(rows[0]["how"], smaller.prompts * SIBLINGS, job.prompts * SIBLINGS)
     repeats = args.repeats or size.repeats
-    told: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
-    gemm: list[dict[str, float]] = []
-    with _worker("ours", job, folder / "ours.err") as ours, _worker("trl", job, folder / "trl.err") as trl:
-        loaded = {"ours": ours.listen()["now_mb"], "trl": trl.ask(do="configure", **how)["now_mb"]}
-        ours.timed(do="step")
-        trl.timed(do="step", at_most=WARM)
-        for turn in range(repeats):
-            gemm.append(sgemm())
-            for worker in (ours, trl):
-                told[worker.name].append(worker.timed(do="step"))
-            a, b = told["ours"][-1], told["trl"][-1]
-            print(
-                f"    {turn + 1}/{repeats}: ours {a['seconds']:.2f} s, TRL {b['seconds']:.2f} s (others"
-                f" {a['others']:.0%}, {b['others']:.0%})",
-                flush=True,
-            )
+    loaded, told, gemm = alternate(job, how, repeats, folder)
     lengths = lengths_PG(regime, job.prompts)
     spoken = int(lengths.sum())
     seen = lengths.size * PROMPT
@@ -143,8 +129,36 @@ def contest(name: str, regime: str, args: argparse.Namespace, folder: Path, para
     }
 
 
+def alternate(
+    job: Job, how: dict[str, Any], repeats: int, folder: Path
+) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]], list[dict[str, float]]]:
+    """MiB of each side once loaded, its steps in turn, and the rate of a matrix product before each turn."""
+    plain = replace(job, share=False)
+    gemm: list[dict[str, float]] = []
+    with (
+        _worker("ours", job, folder / "ours.err") as ours,
+        _worker("ours", plain, folder / "unshared.err", "unshared") as unshared,
+        _worker("trl", job, folder / "trl.err") as trl,
+    ):
+        sides = (ours, unshared, trl)
+        loaded = {side.name: side.listen()["now_mb"] for side in (ours, unshared)}
+        loaded["trl"] = trl.ask(do="configure", **how)["now_mb"]
+        for side in (ours, unshared):
+            side.timed(do="step")
+        trl.timed(do="step", at_most=WARM)
+        told: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
+        for turn in range(repeats):
+            gemm.append(sgemm())
+            for side in sides:
+                told[side.name].append(side.timed(do="step"))
+            last = [f"{side.name} {told[side.name][-1]['seconds']:.2f} s" for side in sides]
+            others = max(told[side.name][-1]["others"] for side in sides)
+            print(f"    {turn + 1}/{repeats}: {', '.join(last)} (others at most {others:.0%})", flush=True)
+    return loaded, told, gemm
+
+
 def summary(told: dict[str, list[dict[str, Any]]], spoken: int) -> dict[str, Any]:
-    """Medians and minima per side, and their ratios TRL / ours."""
+    """Medians and minima per side, and the ratios of TRL to each of ours."""
     sides: dict[str, Any] = {}
     for side, steps in told.items():
         seconds = [s["seconds"] for s in steps]
@@ -159,15 +173,18 @@ def summary(told: dict[str, list[dict[str, Any]]], spoken: int) -> dict[str, Any
             "peak_mb": max(s["peak_mb"] for s in steps),
             "others": float(np.mean([s["others"] for s in steps])),
         }
-    a, b = sides["ours"], sides["trl"]
-    pairs = [t["seconds"] / o["seconds"] for o, t in zip(told["ours"], told["trl"], strict=True)]
-    ratio = {
+    return {"sides": sides, "ratio": ratio(sides, told, "ours"), "ratio_unshared": ratio(sides, told, "unshared")}
+
+
+def ratio(sides: dict[str, Any], told: dict[str, list[dict[str, Any]]], ours: str) -> dict[str, Any]:
+    """How many times as long TRL takes as our side of this name."""
+    a, b = sides[ours], sides["trl"]
+    return {
         "median": b["median_s"] / a["median_s"],
         "min": b["min_s"] / a["min_s"],
         "cpu": b["cpu_s"] / a["cpu_s"],
-        "pairs": pairs,
+        "pairs": [t["seconds"] / o["seconds"] for o, t in zip(told[ours], told["trl"], strict=True)],
     }
-    return {"sides": sides, "ratio": ratio}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -180,9 +197,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=",".join(REGIMES),
         help="comma-separated: equal (64 tokens each), heavy (log-normal, mean 40, cap 256)",
     )
-    parser.add_argument(
-        "--repeats", type=int, default=0, help="alternations per size and regime (default: 5 for 1m, 2 for 26m)"
-    )
+    parser.add_argument("--repeats", type=int, default=0, help="alternations per size and regime (default: 5)")
     parser.add_argument("--prompts", type=int, default=32, help="prompts a step, 8 siblings each (default: 32)")
     parser.add_argument(
         "--threads",

@@ -11,7 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-NAMES = {"ours": "posttrain", "trl": "TRL"}
+NAMES = {"ours": "posttrain", "unshared": "posttrain, prompts not shared", "trl": "TRL"}
+RATIOS = {"ours": "ratio", "unshared": "ratio_unshared"}
+"""Of TRL to each side of ours; a file of before has the first alone."""
 
 
 def show(found: dict[str, Any], console: Console | None = None) -> None:
@@ -54,7 +56,7 @@ def _steps(found: dict[str, Any]) -> Table:
         "roofline",
         "by CPU",
         "others",
-        "TRL/ours median",
+        "TRL/side median",
         "min",
         "CPU",
         "pairs",
@@ -64,7 +66,7 @@ def _steps(found: dict[str, Any]) -> Table:
         ideal = c["gflop"] / _roofline(found)
         for side, s in c["sides"].items():
             first = side == "ours"
-            pairs = c["ratio"]["pairs"]
+            ratio = c.get(RATIOS.get(side))
             table.add_row(
                 c["size"] if first else "",
                 str(c["prompts"] * found["work"]["siblings"]) if first else "",
@@ -78,10 +80,8 @@ def _steps(found: dict[str, Any]) -> Table:
                 f"{ideal / s['min_s']:.0%}",
                 f"{ideal * found['machine']['threads'] / s['cpu_s']:.0%}",
                 f"{s['others']:.0%}",
-                "" if first else f"{c['ratio']['median']:.2f}",
-                "" if first else f"{c['ratio']['min']:.2f}",
-                "" if first else f"{c['ratio']['cpu']:.2f}",
-                "" if first else f"{min(pairs):.2f}-{max(pairs):.2f}",
+                *([f"{ratio[name]:.2f}" for name in ("median", "min", "cpu")] if ratio else ("", "", "")),
+                f"{min(ratio['pairs']):.2f}-{max(ratio['pairs']):.2f}" if ratio else "",
             )
     return table
 

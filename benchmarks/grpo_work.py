@@ -44,7 +44,7 @@ class Size:
 
 SIZES: Mapping[str, Size] = {
     "1m": Size(hidden=128, layers=4, heads=4, kv_heads=4, ffn=384, search=8, tries=2, repeats=5),
-    "26m": Size(hidden=512, layers=8, heads=8, kv_heads=4, ffn=1536, search=4, tries=1, repeats=2),
+    "26m": Size(hidden=512, layers=8, heads=8, kv_heads=4, ffn=1536, search=4, tries=1, repeats=5),
 }
 REGIMES = ("equal", "heavy")
 
@@ -57,6 +57,8 @@ class Job:
     regime: str
     prompts: int
     threads: int
+    share: bool = True
+    """`model.share_prefixes`; of our side alone."""
 
     @property
     def cap(self) -> int:

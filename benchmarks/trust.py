@@ -29,7 +29,20 @@ import torch
 
 import posttrain
 from posttrain.api import proofs
-from posttrain.checks import credit, data, draws, loss, measured, rejudge, resume, sampler, synthetic, update, verifier
+from posttrain.checks import (
+    credit,
+    data,
+    draws,
+    frozen,
+    loss,
+    measured,
+    rejudge,
+    resume,
+    sampler,
+    synthetic,
+    update,
+    verifier,
+)
 from posttrain.checks.demand import demand
 from posttrain.checks.expected import plain
 from posttrain.checks.schedule import due
@@ -64,7 +77,9 @@ EVERY_STEP = (
         update.served_is_trained,
         update.gradient_reaches,
         update.moved,
+        update.keeps_to_schedule,
     ),
+    *(frozen.only_frozen_is_left_out, frozen.frozen_stays),
     *(measured.measured_right, resume.goes_on, resume.came_back),
 )
 SECOND_OPINIONS = (

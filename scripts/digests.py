@@ -36,13 +36,17 @@ INTENDED: dict[str, str] = {
     "recipe/sft/* *": "a recipe that the older tree does not have",
     "recipe/grpo/* *": "a recipe that the older tree does not have",
     "recipe/verifiable/* *": "its prompts, held-out tasks and steps are others, so that RL gains on held-out prompts",
+    "algorithm/top_entropy *": "it chooses tokens by their entropy, whose last bits are others",
+    "algorithm/skywork_or1 *": "its loss reads the entropy, whose last bits are others",
+    "* record/*/gauge/learner/*": "a gauge that the older tree does not have",
+    "option/micro_tokens *": "its micro-batches hold other sequences, so sums of their gradients are rounded otherwise",
 }
 """Pattern (of fnmatch) over `RUN PART` of the newer take -> why it may differ."""
 
 Parts = dict[str, list[str]]
 """Name of a part -> one short digest for each step, file or checkpoint it has, in order."""
-CLOCKS = ("seconds", "roles")
-"""What a stage's result says of time."""
+CLOCKS = ("seconds", "roles", "peaks")
+"""What a stage's result says of time and memory."""
 CLOCK_TIME = re.compile(r"\b\d+\.\d+ s\b")
 """How long a program ran, in the words of its verdict."""
 REWARDS = "def spread(task, text: str) -> float:\n    return sum(text.encode()) % 7 / 7\n"
@@ -226,6 +230,7 @@ def _record(folder: Path) -> Iterator[tuple[str, str]]:
         step = json.loads(line)
         stage, index = step.pop("stage"), step["index"]
         del step["clock"]
+        step.pop("memory", None)
         for gauge, value in step.pop("gauges").items():
             yield f"record/{stage}/gauge/{gauge}", f"{index}:{short(value)}"
         for part, value in step.items():

@@ -46,9 +46,16 @@ SMALL: dict[str, Any] = (
     | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 )
 """Sizes by the names that configs have for them; a family takes those it knows."""
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "axk1": {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]},
     "cwm": {"bos_token_id": 1},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "attn_pdrop": 0.1, "clip_qkv": 8.0, "rope_theta": 10000.0},
@@ -81,6 +88,37 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 2,
+        "num_key_value_heads": 4,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 4},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+    },
+    "olmo_hybrid": LINEAR | {"linear_num_value_heads": 2},
+    "qwen3_5_moe_text": LINEAR,
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": LINEAR,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 32, "attention_window_size": 8},
+    "rwkv": {"rescale_every": 1},
+    "zamba2": {
+        "layer_types": ["mamba", "hybrid"],
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "mamba_d_state": 8,
+        "mamba_ngroups": 1,
+        "num_mem_blocks": 1,
+        "hybrid_layer_ids": [1],
+        "use_long_context": False,
+    },
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
     "minimax_m3_vl_text": {"index_n_heads": 2, "index_block_size": 4, "index_topk_blocks": 2},
     "modernbert-decoder": {
@@ -118,17 +156,22 @@ RUNS = _names(
     " starcoder2 vaultgemma xglm youtu "
 )
 """Sampler and learner agree on a random model of each."""
+KEEP_STATE = _names(
+    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h"
+    " olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next rwkv zamba2 "
+)
+"""The same of models with a recurrent state, whose sequences each get a row of their own."""
 REFUSED: dict[str, tuple[str, str]] = {
     "do not attend once through transformers' attention interface": (
         (
-            "Some layer keeps a recurrent state, adds biases to its scores (ALiBi), or computes attention in code of"
-            " its own that cannot be led through ours."
+            "Some layer adds biases to its scores (ALiBi), or computes attention in code of its own that cannot be led"
+            " through ours."
         ),
-        (
-            "bailing_hybrid bamba big_bird bloom cpmant falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe"
-            " lfm3 mamba mamba2 megatron-bert minimax nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text"
-            " qwen3_next qwen4_exp_text recurrent_gemma rembert roformer rwkv trocr xlnet xlstm "
-        ),
+        ("big_bird bloom cpmant megatron-bert openai-gpt rembert roformer trocr xlnet "),
+    ),
+    "keeps a recurrent state": (
+        "It was not shown that a sequence in a batch is what it is alone.",
+        "bailing_hybrid lfm3 qwen4_exp_text recurrent_gemma xlstm zaya ",
     ),
     "changes its attention scores by": (
         "Attention has sinks, position biases or other terms beside query times key.",
@@ -153,10 +196,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "The attention makes its own mask from what it reads.",
         "doge ",
     ),
-    "cannot be sampled and learned alike": (
-        "Layers attend, and remember more beside it (state spaces, convolutions).",
-        "falcon_h1 zaya ",
-    ),
     "computes attention in code of its own and takes no other": (
         "Transformers has no place to put another attention in.",
         "git ",
@@ -175,7 +214,7 @@ UNTRIED = _names(
     "bart bigbird_pegasus blenderbot blenderbot-small blt cohere_compass_text dots3_note dots3_note_text emu3 fuyu"
     " gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant got_ocr2 llama4 marian mbart"
     " mllama moss_transcribe_diarize musicgen musicgen_melody mvp pegasus phi4_multimodal plbart prophetnet qwen3_5"
-    " qwen3_5_moe qwen4_exp reformer whisper zamba zamba2 "
+    " qwen3_5_moe qwen4_exp reformer whisper zamba "
 )
 """Encoder-decoders (refused when their config is read), models with images or sound, and configs that cannot be made
 tiny."""
@@ -208,6 +247,7 @@ def build(made: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 def table() -> str:
     """The table of `docs/models.md`."""
     lines = ["| | families of transformers |", "|---|---|", f"| **run** | {', '.join(RUNS)} |"]
+    lines += [f"| **run**, each sequence in a row of its own: a recurrent state | {', '.join(KEEP_STATE)} |"]
     lines += [
         f'| refused: "{says}". {means} | {", ".join(_names(names))} |' for says, (means, names) in REFUSED.items()
     ]

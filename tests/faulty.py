@@ -22,6 +22,7 @@ from posttrain.engine.vocabulary import characters
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.faults import Fault
+from tests import families
 from tests.tiny import MODEL, tiny_run
 
 STEPS = 20
@@ -89,6 +90,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(run, env=replace(run.env, name="twice"))
     if needs == "bos":
         run = replace(run, model=Model(path=str(_begins(folder / "bos")), context=64))
+    if needs == "state":
+        run = replace(run, model=Model(path=str(_remembers(folder / "state")), context=64))
     if needs == "chat":
         run = _chat(run, folder)
     if needs == "resume":
@@ -158,6 +161,13 @@ def _begins(folder: Path) -> Path:
     )
     build_module(MODEL, tokenizer, 0).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _remembers(folder: Path) -> Path:
+    """A small model with a recurrent state."""
+    families.build(families.config("lfm2")).save_pretrained(folder)
+    characters(Arithmetic(heldout_count=0).alphabet).save_pretrained(folder)
     return folder
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import grpo_work
+from benchmarks import grpo_work, head
 from benchmarks.side import ROOT, Worker
 
 SMALL = grpo_work.Size(hidden=32, layers=1, heads=2, kv_heads=2, ffn=64, search=1, tries=1, repeats=1)
 
 
-def side(script: str, job: str, folder: Path) -> Worker:
-    return Worker(script, [sys.executable, str(ROOT / "benchmarks" / script), job], 1, folder / "err")
+def side(script: str, job: str, folder: Path, *more: str) -> Worker:
+    return Worker(script, [sys.executable, str(ROOT / "benchmarks" / script), job, *more], 1, folder / "err")
 
 
 @pytest.mark.parametrize("regime", ["equal", pytest.param("heavy", marks=pytest.mark.prove)])
@@ -45,3 +45,22 @@ def test_rollout_plays(tmp_path: Path, do: str, regime: str | int) -> None:
         assert ours.listen()["load_seconds"] > 0
         told = ours.timed(do=do, regime=regime, requests=6, salt=1)
         assert told["spoken"] > 0 and told["seconds"] > 0 and told["extra"]["gauges"]["engine/positions_linear"]
+
+
+def test_a_learners_step_has_the_gradient_of_the_naive_one(tmp_path: Path) -> None:
+    grpo_work.save_checkpoint(SMALL, tmp_path)
+    norms, job = dict[str, float](), grpo_work.Job(str(tmp_path), "heavy", 2, 1).dump()
+    for name in ("ours", "naive"):
+        with side("learner_side.py", name, tmp_path, job) as one:
+            told = [one.timed(do="step", micro=3) for _ in range(2)]
+            assert told[1]["process_seconds"] > 0 and told[1]["peak_mb"] >= told[1]["before_mb"] > 0
+            norms[name] = told[0]["norm"]
+    assert norms["ours"] == pytest.approx(norms["naive"], rel=1e-3)
+
+
+def test_the_head_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["head.py", "--quick"])
+    head.main()
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert {(x["vocabulary"], x["form"]) for x in told} == {(v, f) for v in (258, 20_000) for f in ("torch", "naive")}
+    assert all(x["forward_backward"] > x["forward"] > 0 and x["peak_mib"] > 0 for x in told)

@@ -37,7 +37,7 @@ from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.optimizer import AdamW
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.role.pack import pack
 from posttrain.role.score import score
 from posttrain.role.trainer import Trainer
@@ -319,7 +319,7 @@ def library_steps(
     stage = Reinforce(
         name="tour", algorithm=a, sampling=SAMPLING, prompts=8, minibatches=getattr(program, "MINIBATCHES", 1)
     )
-    trainer = Trainer(learner, AdamW(learner.parameters(), Optimizer(lr=LR, warmup=0)), micro_tokens=40)
+    trainer = Trainer(learner, StageOptimizer(learner.parameters(), Optimizer(lr=LR, warmup=0)), micro_tokens=40)
     silenced = 0.0
     for index, d in enumerate(steps, 1):
         groups = score(d.groups(SIZES[name]), a, learner, reference, optimizer_steps=stage.optimizer_steps)
@@ -370,6 +370,7 @@ def test_whole_steps_move_the_weights_alike(name: str, exact: bool, bound: float
 # --- the programs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 @every
 def test_it_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A short run already answers more held-out questions than before; its sampler and learner agree."""

@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.adapter import goes_on
 from posttrain.core.checkpoint import find
-from posttrain.core.errors import DataError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.reader import folder_of, is_run, run_file
 from posttrain.core.run import Model, Run
+from posttrain.engine.saved_adapter import saved_adapter
 
 MODEL, TOKENIZER = "model", "tokenizer"
 """Folders inside a run folder, with the policy's model configuration and tokenizer at the start of the run."""
@@ -38,7 +40,11 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
     """
     source = run_source(run.model.path)
     if source is None:
-        return run, {}
+        saved = saved_adapter(run.model.path) if run.model.path is not None else None
+        if saved is None:
+            return run, {}
+        lora = goes_on(run.model.lora, saved.lora, f"model={run.model.path}")
+        return replace(run, model=replace(run.model, lora=lora)), {}
     folder, which = source
     checkpoint, found = find(folder, which), run_file(folder)
     origin = {
@@ -51,7 +57,16 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
         "before": found.facts.get("branched_from"),
     }
     path = str(folder / "checkpoints" / checkpoint.name)
-    return replace(run, model=replace(run.model, path=path)), {"branched_from": origin}
+    there = found.run.model.lora
+    lora = run.model.lora if there is None else goes_on(run.model.lora, there, f"model={folder}")
+    quantize = run.model.quantize if there is None else found.run.model.quantize
+    if run.model.quantize not in (None, quantize):
+        raise ConfigError(
+            f"model={folder}: its adapter was trained over weights that were held otherwise, and goes on over them."
+            " Leave model.quantize out; or export it merged first and give the merged model"
+        )
+    model = replace(run.model, path=path, lora=lora, quantize=quantize)
+    return replace(run, model=model), {"branched_from": origin}
 
 
 def was_built(path: str | Path | None) -> bool:
@@ -66,27 +81,31 @@ def was_built(path: str | Path | None) -> bool:
     return False
 
 
-def branched_policy(model: Model, most: int | None = None) -> Any:
+def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
     """The policy at `model.path`, a run or one of its checkpoints: an `engine.models.Policy` with those weights.
 
     Raises:
         DataError: the model needs code of its own, so its folder is not enough.
     """
     from posttrain.engine.learner import HFLearner
+    from posttrain.engine.models import with_adapter
     from posttrain.role.weights import load_weights
 
     source = run_source(model.path)
     assert source is not None
     checkpoint = find(*source)
+    before = run_file(source[0]).run.model
+    then = before.lora
     try:
-        policy = kept_in(source[0], model, most)
+        policy = kept_in(source[0], replace(model, lora=then, quantize=before.quantize), most)
     except DataError as error:
         raise DataError(
             f"{error}. To begin with its weights, write them as a plain model first: posttrain export {source[0]}"
             f" MODEL --checkpoint {checkpoint.name}, then model=MODEL"
         ) from error
     load_weights(checkpoint.folder, HFLearner(policy))
-    return replace(policy, source=f"from {model.path}")
+    policy = replace(policy, source=f"from {model.path}")
+    return policy if then is not None else with_adapter(policy, model, seed)
 
 
 def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:

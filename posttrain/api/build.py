@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,15 +29,19 @@ from posttrain.core.machine import cores
 from posttrain.core.ports import Environment, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Run
-from posttrain.core.stage import Stage
+from posttrain.core.stage import Stage, check_patterns
 from posttrain.core.version import VERSION
+from posttrain.engine import eight_bit
+from posttrain.engine.embedded.replay import Replay
 from posttrain.engine.learner import FrozenScorer, HFLearner
-from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.optimizer import AdamW
+from posttrain.engine.models import Policy, base_digest, load_policy
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.environment.rows import placed
+from posttrain.role.memory import PeakMemory
+from posttrain.role.probe import packed_text
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 
@@ -53,6 +58,15 @@ def use_threads(count: int) -> int:
     return torch.get_num_threads()
 
 
+def use_deterministic(on: bool) -> Callable[[], None]:
+    """Make torch compute every operation the same way each time, or raise where it cannot; returns what undoes it."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
+    return lambda: torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[str, Any]:
     """What `run.json` records beside the run tree: versions, the machine, digests, and the sandboxes in use."""
     return {
@@ -67,10 +81,12 @@ def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[s
             "platform": platform.platform(),
             "threads": threads,
             "isa": torch.backends.cpu.get_cpu_capability(),
+            "memory": PeakMemory(policy.device.type).what,
         },
         "tokenizer_digest": policy.tokenizer_digest,
         "template_digest": policy.template_digest,
         "stop_ids": list(policy.stop_ids),
+        **({} if policy.lora is None else {"base_digest": base_digest(policy)}),
         "sandboxes": list(sandboxes),
         "argv": scrubbed_data(sys.argv),
     }
@@ -159,7 +175,7 @@ def make_policy(
 
 def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
     """A frozen model (teacher or named reference) from a directory or hub id. It must share the policy's tokenizer."""
-    other = open_policy(replace(run.model, path=path, context=None), run.seed, policy.context)
+    other = open_policy(replace(run.model, path=path, context=None, lora=None, quantize=None), run.seed, policy.context)
     if other.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"reference={path}: its tokenizer differs from the policy's, so their tokens cannot be compared. Use a"
@@ -188,7 +204,12 @@ class PolicyRoles:
 def make_roles(run: Run, policy: Policy, env: Environment) -> PolicyRoles:
     """The learner, the engine (with its own copy of the weights) and the rollout of one policy."""
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
-    learner = HFLearner(policy, gradient_checkpointing=run.model.gradient_checkpointing)
+    learner = HFLearner(
+        policy,
+        gradient_checkpointing=run.model.checkpointing,
+        offload_activations=run.model.offload_activations,
+        sampled=Replay(policy, run.slots).values if run.exact else None,
+    )
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     serving = make_engine(run, policy, renderer.decode)
@@ -206,16 +227,35 @@ def probe_ids(policy: Policy) -> np.ndarray:
 
 
 def make_parts(
-    run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tracker], others: Mapping[str, Any] | None = None
+    run: Run,
+    policy: Policy,
+    env: Any,
+    book: Book,
+    trackers: list[Tracker],
+    others: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> RunParts:
-    """The parts that all stages of a run share. `others`: see `make_policy`."""
+    """The parts that all stages of a run share.
+
+    Args:
+        others: see `make_policy`.
+        say: tells the user of what takes long.
+    """
     roles = make_roles(run, policy, env)
     learner = roles.learner
+    if run.model.compile:
+        say("compiling the learner's layers (model.compile=true) ...")
+        say(learner.compile(packed_text(probe_ids(policy))))
     others = others or {}
 
     def close() -> None:
         keep_timeline(roles.engine, book.folder)
         roles.close()
+
+    for stage in run.stages:
+        check_patterns(stage.optimizer, list(learner.parameters()), f"{stage.name}.optimizer")
+        if stage.optimizer.kind == "adamw8bit":
+            eight_bit.check_installed()
 
     return RunParts(
         run=run,
@@ -231,7 +271,9 @@ def make_parts(
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
         freeze=lambda: freeze(learner),
         teacher=lambda path: make_teacher(run, path, policy),
-        optimize=lambda config: AdamW(learner.parameters(), config, run.model.kernels),
+        optimize=lambda config: StageOptimizer(
+            learner.parameters(), config, run.model.kernels, run.model.dtype == "float16"
+        ),
         settings={
             s.name: StageSetting(
                 others[s.name], replace(roles.rollout, environment=others[s.name], limits=run.env_of(s).limits)

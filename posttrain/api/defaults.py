@@ -32,6 +32,9 @@ LR = {Reinforce: 1e-6, Supervised: 1e-5}
 SMALL_LR = {Reinforce: 5e-4, Supervised: 2e-3}
 """Learning rates with which the recipes' models of .1 million parameters learn (docs/recipes.md). Between `TRAINED` and
 `LARGE` nothing was measured: there the rate lies on the line between the two, both axes logarithmic."""
+LORA = 10
+"""Learning rate of an adapter, in those of full weights: 10 was best over models and tasks in a study of both
+(Schulman et al., LoRA without regret, 2025), and 1e-5 is usual for RL with adapters."""
 PROMPTS = {True: 128, False: 16}
 """Prompts of a step, by whether there is an accelerator. With 8 siblings 128 are the 1,024 samples a step of GRPO
 (2402.03300) and Dr. GRPO (2503.20783), for which their learning rate was chosen."""
@@ -76,7 +79,12 @@ class Choices:
         return any(path == g or path.startswith(f"{g}.") for g in self.given if g not in ("model", "env"))
 
     def _lr(self, kind: type[Stage]) -> Choice:
-        return learning_rate(kind, None if self.size is None else self.size.parameters)
+        rate, why = learning_rate(kind, None if self.size is None else self.size.parameters)
+        return (
+            (rate, why)
+            if self.run.model.lora is None
+            else (float(f"{float(rate) * LORA:.2g}"), f"an adapter: {LORA} times the rate of {why}")
+        )
 
     # --- the machine -------------------------------------------------------------------------------------------------
 
@@ -155,7 +163,7 @@ class Choices:
         free = self.free
         micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(False))
         if micro < context and self.where.accelerated:
-            out["model.gradient_checkpointing"] = (True, "saves memory: a pass is computed twice")
+            out["model.gradient_checkpointing"] = ("full", "saves memory: a pass is computed twice")
             micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(True))
         micro = min(max(micro, 512), 32_768 if self.where.accelerated else 4096)
         for stage in self.run.stages:
@@ -187,11 +195,14 @@ class Choices:
     def needed(self) -> float:
         """GiB of the weights, of their copies, and of the optimizer's moments."""
         assert self.size is not None
-        each = 2 if self.dtype == "bfloat16" else 4
+        each = 4 if self.dtype == "float32" else 2
         reads = any(isinstance(s, Reinforce) and s.algorithm.reads & {"reference"} for s in self.run.stages)
         sampler = any(isinstance(s, Reinforce) for s in self.run.stages)
         # weights, gradients, two moments; a float32 master with its gradient below float32; sampler; reference
         per = each * (2 + sampler + reads) + 8 + (8 if each < 4 else 0)
+        if self.run.model.lora is not None:  # one copy for all three; an adapter's own numbers are few
+            held = {"int8": 1.2, "nf4": 0.7}.get(self.run.model.quantize or "")  # learner and sampler share them
+            per = held or each * (1 + (sampler and each == 4))
         return per * self.size.parameters / GIB
 
     @property
@@ -204,7 +215,7 @@ class Choices:
         assert self.size is not None
         layer = 16 * self.size.hidden + 4 * self.size.ffn
         kept = layer * self.size.layers if not again else layer + self.size.hidden * self.size.layers
-        return kept * (2 if self.dtype == "bfloat16" else 4)
+        return kept * (4 if self.dtype == "float32" else 2)
 
     def warning(self) -> str:
         """A line where the model does not seem to fit; '' where it does."""

@@ -80,7 +80,7 @@ async def remote_rollout(
 def _tokens(path: str, found: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
     """(a function from task id to its dialogue, stop ids) of a tokenizer."""
     from posttrain.engine.checkpoint import read_tokenizer
-    from posttrain.engine.models import resolve_stops
+    from posttrain.engine.stops import resolve_stops
 
     run_folder = Path(path, "run.json").exists()
     tokenizer, config = read_tokenizer(str(Path(path, "tokenizer")) if run_folder else path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from posttrain.core.engines import GIB, VLLM, Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Sampler
 from posttrain.core.run import Run
+from posttrain.engine import compiled
 from posttrain.engine.embedded import EmbeddedEngine, native
 from posttrain.engine.embedded.speculate import Draft, Lookup
 from posttrain.engine.endpoint import Endpoint, Patience
@@ -24,9 +24,11 @@ from posttrain.engine.vllm.contract import check
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.server import ROLE, VLLMServer
 from posttrain.engine.vllm.spawn import Spawned
-from posttrain.engine.vllm.start import limits
+from posttrain.engine.vllm.start import limits, memory_folder
 
 TIMELINE = "timeline.json"
+BEFORE_TRIAL = -2
+"""Version of an engine whose adapter has not been tried: the trial is pushed as -1, and the run begins with 0."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ def check_engine(run: Run) -> None:
     Called before the run folder is made, so that such a run leaves no folder.
     """
     check_installed(run)
+    if run.model.compile and (why := compiled.missing(run.model.device)):
+        raise ConfigError(f"model.compile=true, but torch.compile cannot be used: {why}. Install it, or leave it out")
     if run.model.kernels == "compiled" and (why := native.missing()):
         raise ConfigError(
             f"model.kernels=compiled, but there are no compiled kernels: {why}. Leave it out to compute with torch's"
@@ -61,7 +65,7 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> 
         EngineError: it does not start.
     """
     if isinstance(run.engine, Embedded):
-        serving = Serving(embedded_engine(run, run.engine, policy.clone(), text), lambda: None)
+        serving = Serving(embedded_engine(run, run.engine, policy.twin(), text), lambda: None)
     else:
         serving = _vllm(run, run.engine, policy)
     try:
@@ -87,7 +91,7 @@ def embedded_engine(run: Run, how: Embedded, policy: Policy, text: Callable[[np.
         policy.module,
         slots=run.slots,
         context=policy.context,
-        deterministic=run.deterministic,
+        deterministic=run.deterministic or run.exact,
         device=run.model.device,
         cache_bytes=int(how.cache_gib * GIB),
         text=text,
@@ -97,6 +101,7 @@ def embedded_engine(run: Run, how: Embedded, policy: Policy, text: Callable[[np.
         retain=how.retain,
         timeline=how.timeline,
         speculate=_speculation(run, how, policy),
+        version=0 if policy.lora is None else BEFORE_TRIAL,
     )
 
 
@@ -105,7 +110,9 @@ def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | No
         return Lookup(how.lookup)
     if how.draft is None:
         return None
-    small = open_policy(replace(run.model, path=how.draft, context=None), run.seed, policy.context)
+    small = open_policy(
+        replace(run.model, path=how.draft, context=None, lora=None, quantize=None), run.seed, policy.context
+    )
     if small.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"engine.draft={how.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one"
@@ -137,7 +144,7 @@ def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
     """A vLLM server that runs already, or one that is started here."""
     patience = Patience(answer=how.timeout)
     if how.url is not None:
-        share = Path(how.share) if how.share is not None else _memory_folder()
+        share = Path(how.share) if how.share is not None else memory_folder()
         endpoint = Endpoint(how.url, ROLE, key_env=how.key_env, patience=patience)
         return Serving(VLLMServer(policy, endpoint, share=share, timeout=how.timeout), lambda: None)
     own = Spawned(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager)
@@ -148,9 +155,3 @@ def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
         ),
         own.close,
     )
-
-
-def _memory_folder() -> Path:
-    """A folder in memory, or the temporary folder where there is none."""
-    shm = Path("/dev/shm")
-    return shm if shm.is_dir() else Path(tempfile.gettempdir())

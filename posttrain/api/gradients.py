@@ -26,6 +26,7 @@ from posttrain.core.scores import ExpectedUpdate, TokenScores
 from posttrain.core.stage import starts
 from posttrain.core.types import Top
 from posttrain.engine.learner import FrozenScorer, HFLearner
+from posttrain.engine.loss_scale import FIRST
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights import load_weights
 
@@ -65,7 +66,11 @@ class FrozenLearner:
                 " ids mean other text. Put the model the run started from back at model.path"
             )
         self._learner = _CountingLearner(
-            HFLearner(self.policy, gradient_checkpointing=run.model.gradient_checkpointing)
+            HFLearner(
+                self.policy,
+                gradient_checkpointing=run.model.checkpointing,
+                offload_activations=run.model.offload_activations,
+            )
         )
         self.learner: Learner = cast("Learner", _CachedScorer(cast("Examiner", self._learner)))
         self._references: dict[str, Examiner] = {}
@@ -112,7 +117,7 @@ class FrozenLearner:
 
     def gradient(self, batch: Batch, a: Algorithm, micro_tokens: int, warming: bool) -> tuple[Gradient, Gauges]:
         """The gradient that the optimizer would have received for this minibatch, and the step's gauges."""
-        probe = _GradientTaker(self._learner.parameters())
+        probe = _GradientTaker(self._learner.parameters(), FIRST if self.policy.dtype == torch.float16 else 1.0)
         self._learner.touched = 0
         seen = Trainer(cast("Learner", self._learner), probe, micro_tokens).step(batch, PolicyLoss(a, warming))
         policy = {n: g for n, g in probe.taken.items() if not n.startswith(HEAD)}
@@ -125,19 +130,23 @@ class _GradientTaker:
 
     lr = 0.0
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Mapping[str, torch.Tensor], loss_scale: float) -> None:
+        self._parameters, self.loss_scale = parameters, loss_scale
         self.taken: dict[str, torch.Tensor] = {}
 
     def gather(self) -> None:
         for name, p in self._parameters.items():
             if p.grad is not None:
-                self.taken[name] = self.taken[name] + p.grad.float() if name in self.taken else p.grad.float()
+                found = p.grad.float() / self.loss_scale
+                self.taken[name] = self.taken[name] + found if name in self.taken else found
                 p.grad = None
 
     def step(self) -> float:
         self.gather()
         return float(torch.nn.utils.get_total_norm(list(self.taken.values()))) if self.taken else 0.0
+
+    def pending_bytes(self) -> int:
+        return 0
 
     def trained(self) -> Mapping[str, torch.Tensor]:
         return self._parameters

@@ -6,7 +6,6 @@ there is answered at once.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -24,11 +23,11 @@ from posttrain.api.handed import HandedObjects, setting_words
 from posttrain.api.hub import is_hub, push, ready, repository_of
 from posttrain.api.request import RunOptions, requested
 from posttrain.api.summary import show_report
-from posttrain.api.target import check_target, kept_policy, run_and_checkpoint, target_run
+from posttrain.api.target import check_target, run_and_checkpoint, target_run
 from posttrain.core.algorithm import Algorithm
+from posttrain.core.certificate import FAILED, ExportCertificate
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, RunFolderError
-from posttrain.core.files import full
 from posttrain.core.given import Given
 from posttrain.core.ports import Environment
 from posttrain.core.reader import is_run, run_file
@@ -102,6 +101,7 @@ def evaluate(
     trust: bool = False,
     env: Any = None,
     rewards: Any = None,
+    ema: bool = False,
 ) -> EvaluationReport:
     """Held-out accuracy, mean reward and pass@k of a run, a model directory or hub id, or the model at an address.
 
@@ -114,8 +114,11 @@ def evaluate(
         remote: how to reach an endpoint and what to ask it.
         trust: allow what a run folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
         env, rewards: as in `run`. A run that was handed objects needs its functions again.
+        ema: evaluate the moving average of a run's weights (`optimizer.ema`) in place of the weights.
     """
     target, checkpoint = run_and_checkpoint(target, checkpoint)
+    if ema and not is_run(target):
+        raise ConfigError(f"--ema is about a run folder, which keeps averages of its weights, and {target} is none")
     if not is_url(target):
         refuse(remote)
         check_target(target, checkpoint)
@@ -126,6 +129,7 @@ def evaluate(
     contract = _contract(run, max_tokens, temperature)
     from posttrain.api.build import make_policy, make_roles, use_threads
     from posttrain.api.waiting import wait
+    from posttrain.role.weights import load_average, load_weights
 
     use_threads(run.threads)
     written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
@@ -140,9 +144,7 @@ def evaluate(
             policy = make_policy(run, environment, written=written, own=Path(target) if weights is not None else None)
             with closing(make_roles(run, policy, environment)) as roles:
                 if weights is not None:
-                    from posttrain.role.weights import load_weights
-
-                    load_weights(weights, roles.learner)
+                    (load_average if ema else load_weights)(weights, roles.learner)
                 sampling = contract.resolve(policy.stop_ids, roles.renderer.spell)
                 report = wait(_measured(roles, environment, sampling, how))
         show_report(console, str(target), environment.name, report)
@@ -152,7 +154,7 @@ def evaluate(
 async def _measured(
     roles: PolicyRoles, environment: Environment, sampling: Sampling, how: Evaluation
 ) -> EvaluationReport:
-    await roles.sync.push(roles.engine.version + 1)
+    await roles.sync.push(roles.engine.version + 2)  # an adapter is tried with the number between
     return await measure(roles.rollout, environment.heldout, sampling, how)
 
 
@@ -208,7 +210,13 @@ def _contract(run: Run, max_tokens: int | None, temperature: float | None) -> Sa
 
 
 def export(
-    run_folder: str | Path, folder: str | Path, checkpoint: str = "last", trust: bool = False, public: bool = False
+    run_folder: str | Path,
+    folder: str | Path,
+    checkpoint: str = "last",
+    trust: bool = False,
+    public: bool = False,
+    adapter: bool = False,
+    ema: bool = False,
 ) -> Path | str:
     """Write a run's weights as a plain `save_pretrained` directory: model, tokenizer, generation config, model card.
 
@@ -218,41 +226,44 @@ def export(
     Args:
         folder: a new or empty folder; or `hub:me/my-model`, which pushes it to the Hugging Face hub.
         public: on the hub: let everybody read a repository that is made here. It is private otherwise.
+        adapter: of a run with `model.lora`, write the adapter alone, as PEFT does. It is merged otherwise.
+        ema: write the moving average of the weights (`optimizer.ema`) in place of the weights.
+
+    What was written is read back with plain transformers (and PEFT) and compared with the run. `certificate.json` in
+    the folder says what was compared, `lineage.json` what the weights come from.
 
     Returns:
         The folder; or the address of the repository.
+
+    Raises:
+        InvariantError: what was read back is not what the run holds. Nothing is kept that could be taken for good.
     """
+    return certified_export(run_folder, folder, checkpoint, trust, public, adapter, ema)[0]
+
+
+def certified_export(
+    run_folder: str | Path,
+    folder: str | Path,
+    checkpoint: str = "last",
+    trust: bool = False,
+    public: bool = False,
+    adapter: bool = False,
+    ema: bool = False,
+) -> tuple[Path | str, ExportCertificate]:
+    """`export`, with the certificate."""
     source, target = Path(run_folder), Path(folder)
     run_file(source)
     find(source, checkpoint)
     if not is_hub(folder):
-        if target.exists() and any(target.iterdir()):
+        if target.exists() and any(p.name != FAILED for p in target.iterdir()):
             raise RunFolderError(f"{target} exists and is not empty: choose another folder")
-        return _exported(source, target, checkpoint, trust, target.name)
-    ready(folder)
-    name = repository_of(folder)
+    else:
+        ready(folder)
+    from posttrain.api.export import ExportChoice, export_to
+
+    choice = ExportChoice(checkpoint=checkpoint, trust=trust, adapter=adapter, ema=ema)
+    if not is_hub(folder):
+        return target, export_to(source, target, target.resolve().name, choice)
     with TemporaryDirectory(prefix="posttrain-export-") as made:
-        where = _exported(source, Path(made) / "model", checkpoint, trust, name)
-        return push(where, folder, private=not public)
-
-
-def _exported(source: Path, target: Path, checkpoint: str, trust: bool, name: str) -> Path:
-    from posttrain.api.model_card import model_card
-    from posttrain.engine.learner import HFLearner
-    from posttrain.role.weights import load_weights
-
-    found = find(source, checkpoint)
-    policy = kept_policy(source, allow=trust)
-    load_weights(found.folder, HFLearner(policy))
-    try:
-        policy.save(target)
-        (target / "README.md").write_text(model_card(source, found, name), encoding="utf-8")
-    except Exception as error:
-        if (why := full(error)) is None:
-            raise
-        for path in target.glob("*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        raise RunFolderError(
-            f"{why[0]}: {target} was not written, and what was begun of it is removed. {why[1]} and export again"
-        ) from error
-    return target
+        certificate = export_to(source, where := Path(made) / "model", repository_of(folder), choice)
+        return push(where, folder, private=not public), certificate

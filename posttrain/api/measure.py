@@ -16,6 +16,7 @@ from posttrain.core.env import Env
 from posttrain.core.errors import DataError
 from posttrain.core.given import Given, is_inline
 from posttrain.core.machine import cores
+from posttrain.engine.saved_adapter import saved_adapter
 
 GIB = 1 << 30
 LARGEST_CONFIG = 16 * foreign.MiB
@@ -42,6 +43,8 @@ def model_size(path: str) -> ModelSize | None:
 
     What is wrong with it is reported where the model is loaded.
     """
+    saved = saved_adapter(path)
+    path = path if saved is None else saved.base
     config = _config(Path(path).expanduser(), path)
     if config is None:
         return None

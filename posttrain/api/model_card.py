@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.api.origin import local_names, stage_of, stages_to
 from posttrain.checks.watch import observers
+from posttrain.core.certificate import CERTIFICATE, LINEAGE
 from posttrain.core.checkpoint import Checkpoint
-from posttrain.core.errors import RunFolderError
 from posttrain.core.gauge import Step
+from posttrain.core.lineage import LineageLink
 from posttrain.core.reader import EpisodeFile, episode_files, read_episodes, run_file, steps
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.stage import Stage, starts
@@ -29,9 +31,6 @@ from posttrain.core.visible import visible
 from posttrain.role.evaluate import Score
 
 HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
-PLACE = re.compile(r"(?<![\w.:/<~-])(?:~[\w-]*/|/)(?:[^\s/\"'`,;:|\\)\]]+/)+[^\s/\"'`,;:|\\)\]]*")
-"""An absolute path, or one below a home folder, of two parts or more."""
-CHECKPOINT = re.compile(r"\d+-(?P<stage>[\w-]+)-(?P<step>\d+)")
 MOST_NOTES = 12
 
 
@@ -48,17 +47,31 @@ class HeldOutResult:
     """Updates between the measured weights and the exported ones."""
 
 
-def model_card(folder: Path, checkpoint: Checkpoint, name: str) -> str:
-    """The README.md of the model that a checkpoint of a run folder holds."""
+FEW_BITS = (
+    "The adapter was trained over linear layers in few bits (`model.quantize`). Merged weights are the float numbers"
+    " that those stand for, with the adapter added; they are not the rounded ones of the base model. An adapter alone"
+    " computes over the unrounded base slightly otherwise than in training."
+)
+
+
+def model_card(
+    folder: Path, checkpoint: Checkpoint, name: str, *, ema: bool = False, links: Sequence[LineageLink] = ()
+) -> str:
+    """The README.md of the model that a checkpoint of a run folder holds.
+
+    Args:
+        ema: the model has the moving average of the weights, so what was measured of the weights is left out.
+        links: of the lineage record beside it.
+    """
     file = run_file(folder)
     run, record = file.run, steps(folder)
-    stage, step = _place(run, checkpoint)
-    used = _lineage(run, stage)
-    result = _held_out(folder, run, record, stage, step)
+    stage, step = stage_of(run, checkpoint)
+    used = stages_to(run, stage)
+    result = None if ema else _held_out(folder, run, record, stage, step)
     parts = (
         _front(run, used, result),
-        _head(run, name, stage, step),
-        _stages(run, used, record, stage, step),
+        _head(run, name, stage, step, ema),
+        [*_stages(run, used, record, stage, step), *_links(links)],
         *(_algorithm(s, file.lineages) for s in used if isinstance(s, Reinforce)),
         _data(run, used),
         _measured(result),
@@ -98,32 +111,9 @@ def block(text: str, language: str) -> list[str]:
 # --- which weights ----------------------------------------------------------------------------------------------------
 
 
-def _place(run: Run, checkpoint: Checkpoint) -> tuple[Stage, int | None]:
-    """The stage that the weights come from, and the step after which they were kept; None: its end."""
-    found = CHECKPOINT.fullmatch(checkpoint.name)
-    stage = next((s for s in run.stages if found and s.name == found["stage"]), run.stages[-1])
-    step = int(found["step"]) if found else 0
-    if step and stage.hands_on:
-        return stage, step
-    done: Any = checkpoint.state.get("stage")  # at the end of a stage its name is with step 0, and this counts it
-    if not isinstance(done, int):
-        raise RunFolderError(f"checkpoint {checkpoint.name}: its state.json does not say how many stages were done")
-    last = next((s for s in reversed(run.stages[: max(0, done)]) if s.hands_on), None)
-    return (stage, 0) if last is None else (last, None)
-
-
-def _lineage(run: Run, last: Stage) -> list[Stage]:
-    """The stages that made the weights, first to last."""
-    out, here = [last], last
-    while (before := starts(run.stages, here)) in {s.name for s in run.stages}:
-        here = run.stage(before)
-        out.append(here)
-    return out[::-1]
-
-
 def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage, step: int | None) -> HeldOutResult | None:
     """The last held-out evaluation up to these weights."""
-    names = [s.name for s in _lineage(run, stage)]
+    names = [s.name for s in stages_to(run, stage)]
     last = max((s.index for s in record if s.stage == stage.name), default=0) if step is None else step
     found = [
         f
@@ -183,13 +173,15 @@ def _front(run: Run, used: Sequence[Stage], result: HeldOutResult | None) -> lis
     ]
 
 
-def _head(run: Run, name: str, stage: Stage, step: int | None) -> list[str]:
+def _head(run: Run, name: str, stage: Stage, step: int | None, ema: bool) -> list[str]:
     at = f"after step {step}" if step else "at its beginning" if step == 0 else "at its end"
     return [
         f"# {code(name)}",
         "",
-        f"Weights of stage {code(stage.name)} {at}, from a run of recipe {code(run.recipe)} with"
+        f"{f'Moving average (decay {stage.optimizer.ema:g}) of the weights' if ema else 'Weights'} of stage"
+        f" {code(stage.name)} {at}, from a run of recipe {code(run.recipe)} with"
         " posttrain. This card was written from the record of the run.",
+        *([] if run.model.quantize is None else ["", FEW_BITS]),
     ]
 
 
@@ -201,6 +193,23 @@ def _stages(run: Run, used: Sequence[Stage], record: Sequence[Step], stage: Stag
         kind = f"learns from reward, {code(s.algorithm.name)}" if isinstance(s, Reinforce) else "imitates"
         rows.append(f"| {code(s.name)} | {code(starts(run.stages, s))} | {taken} | {kind} |")
     return rows
+
+
+def _links(links: Sequence[LineageLink]) -> list[str]:
+    """The lineage record as a table: each model in the line with its digests."""
+    if not links:
+        return []
+    rows = ["", "| record | steps | weights | tokenizer | template |", "|---|---:|---|---|---|"]
+    for link in links:
+        stages: Any = link.about.get("stages")
+        taken = (
+            " + ".join(str(s.get("steps")) for s in stages if isinstance(s, dict)) if isinstance(stages, list) else ""
+        )
+        rows.append(
+            f"| {link.kind} {code(link.name)} | {code(taken) if taken else ''} |"
+            f" {' | '.join(code(x or '-') for x in (link.weights, link.tokenizer, link.template))} |"
+        )
+    return [*rows, "", f"`{LINEAGE}` beside the weights has all of it, `{CERTIFICATE}` what was compared."]
 
 
 def _algorithm(stage: Reinforce, lineages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
@@ -319,12 +328,3 @@ def _again(facts: Mapping[str, Any], run: Run) -> list[str]:
         ]
     command = local_names(shlex.join(["posttrain", *words[at:]]))
     return ["## Reproduce", "", *block(command, "sh")]
-
-
-def local_names(text: str) -> str:
-    """The text with each absolute path of this machine, and each path below a home folder, as its last part.
-
-    >>> local_names("/home/me/data/mine.jsonl, /opt/r.py:right, runs/x, </think>, https://host/a/b")
-    'mine.jsonl, r.py:right, runs/x, </think>, https://host/a/b'
-    """
-    return PLACE.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)

@@ -18,11 +18,12 @@ from typing import Any, cast
 
 from posttrain.api.values import read
 from posttrain.core import ladder, tree
+from posttrain.core.adapter import Lora
 from posttrain.core.algorithm import CHOICES, Algorithm, differences, patch
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, closest, nearest
 from posttrain.core.run import Model, Run
-from posttrain.core.stage import Stage
+from posttrain.core.stage import Optimizer, Stage
 
 USER_PATCH = "your patch"
 """The `paper` of a patch that is made from a user's overrides."""
@@ -139,8 +140,24 @@ def _algorithm(_: Algorithm, word: str) -> Algorithm:
     return ladder.algorithm(word)
 
 
-SHORT: dict[type, Callable[[Any, str], Any]] = {Env: _env, Model: _model, Algorithm: _algorithm}
-"""Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`."""
+def _lora(_: Lora | None, word: str) -> Lora:
+    return Lora(rank=cast("int", read(int, word, "model.lora")))
+
+
+def _optimizer(optimizer: Optimizer, word: str) -> Optimizer:
+    return replace(optimizer, kind=read(tree.hints(Optimizer)["kind"], word, "optimizer"))
+
+
+SHORT: dict[type, Callable[[Any, str], Any]] = {
+    Env: _env,
+    Model: _model,
+    Algorithm: _algorithm,
+    Lora: _lora,
+    Optimizer: _optimizer,
+}
+"""Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`, `model.lora=RANK`, `optimizer=KIND`."""
+BEGUN: dict[type, Any] = {Lora: Lora()}
+"""Groups of settings that are none until one of them is set, and what they are then."""
 
 
 def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
@@ -160,6 +177,8 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
     if isinstance(current, tuple):
         return _elements(declared, cast("tuple[Any, ...]", current), node, path)
     part = next(iter(node.parts))
+    if current is None and (begun := next((BEGUN[m] for m in tree.members(declared) if m in BEGUN), None)) is not None:
+        return _fields(begun, node, path)
     if current is None and Env in tree.members(declared):
         raise ConfigError(
             f"{path}.{part}: {path} is none, so the run's environment is used; name its own first: {path}=NAME"
@@ -274,6 +293,10 @@ def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
         if cls is not Algorithm and declared is Algorithm:
             yield here, f"one of {', '.join(ladder.LADDER)}"
             yield from _surface(Algorithm, here)
+            continue
+        if declared is Optimizer:
+            yield here, tree.describe(tree.hints(Optimizer)["kind"])
+            yield from _surface(Optimizer, here)
             continue
         short = any(m in SHORT for m in tree.members(declared))
         item = tree.tuple_item(declared)

@@ -22,6 +22,7 @@ from posttrain.api.next_steps import asked_words
 from posttrain.api.own_pieces import own_classes
 from posttrain.api.run_file import code_notes, is_recipe, run_of
 from posttrain.api.trackers import check_trackers
+from posttrain.core.adapter import check_frozen
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.engines import VLLM, Embedded
@@ -181,6 +182,7 @@ def check_early(run: Run, own: Path | None = None) -> None:
     """
     check_trackers(run)
     check_installed(run)
+    check_frozen(run.model.lora, run.model.quantize)
     for path, model in _models(run):
         if run_source(model) is None and not (path == "model.path" and own is not None and is_branch(own)):
             check_source(path, model)

@@ -156,7 +156,8 @@ class Result:
     def frame(self) -> Any:
         """The steps as a pandas data frame: one row a step, one column a gauge (its mean). Needs pandas.
 
-        Columns of wall times begin with `clock/`. docs/metrics.md says what each gauge means.
+        Columns of wall times begin with `clock/`, those of peak bytes with `memory/`. docs/metrics.md says what each
+        gauge means.
         """
         pandas = _package("pandas", "result.frame()")
         return pandas.DataFrame([_row(s) for s in reader.steps(self.folder)])
@@ -240,6 +241,7 @@ def _row(step: Any) -> dict[str, Any]:
         "version": step.version,
         **{name: g.mean for name, g in step.gauges.items()},
         **{f"clock/{name}": seconds for name, seconds in step.clock.items()},
+        **{f"memory/{name}": count for name, count in step.memory.items()},
         "notes": "; ".join(step.notes),
     }
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from posttrain.api.admit import remember_run
 from posttrain.api.branch import is_branch
-from posttrain.api.build import facts, make_parts, make_policy, use_threads, words_in_tokens
+from posttrain.api.build import facts, make_parts, make_policy, use_deterministic, use_threads, words_in_tokens
 from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
+from posttrain.api.lineage import began_with, write_lineage
 from posttrain.api.proofs import prove_start
 from posttrain.api.request import RunRequest
 from posttrain.api.summary import conclude, planted_lines
-from posttrain.api.target import keep_policy
+from posttrain.api.target import keep_policy, same_base
 from posttrain.api.terminal import Terminal
 from posttrain.api.trackers import make_trackers, tracker_lines
 from posttrain.controller.interrupt import Interrupted, Stopper
@@ -24,8 +25,9 @@ from posttrain.controller.parts import RunParts
 from posttrain.controller.stages import Progress, Stages, check_drivers, where
 from posttrain.controller.stages.progress import StageResult
 from posttrain.core.book import Book
+from posttrain.core.certificate import LINEAGE
 from posttrain.core.checkpoint import Checkpoint
-from posttrain.core.errors import RunFolderError
+from posttrain.core.errors import DataError, RunFolderError
 from posttrain.core.files import disk_full_is_reported
 from posttrain.core.given import DATA
 from posttrain.core.ports import Tracker
@@ -131,16 +133,19 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     check_drivers(run)
     check_engine(run)
     threads = use_threads(run.threads)
+    cleanup.callback(use_deterministic(run.deterministic))
     policy = session_policy(request)
     notes = request.notes
     if book is None:
         folder = request.out or new_folder(Path("runs"), run.recipe)
         contained = dict.fromkeys(x for e in request.environments for x in e.abilities.contained)
-        book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **request.recorded})
+        began = began_with(run, policy, {s.name: request.others.get(s.name, request.environment) for s in run.stages})
+        book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **began, **request.recorded})
         cleanup.callback(book.close)
         if request.objects.data:
             book.beside(DATA, request.objects.write_data)
         notes = (*notes, *remember_run(folder, run))
+    notes = (*notes, *note_session(book, request.checkpoint))
     trackers = start_trackers(run, policy, book)
     terminal = Terminal(run)
     cleanup.callback(lambda: terminal.close({}))
@@ -151,11 +156,13 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
             *policy.describe(),
             *words_in_tokens(run, policy),
             *notes,
+            *price_lines(run),
             f"run folder: {book.folder}",
             *tracker_lines(trackers),
         ):
             terminal.say(line)
-    parts = make_parts(run, policy, request.environment, book, trackers, request.others)
+    say = (lambda line: None) if quiet else terminal.say
+    parts = make_parts(run, policy, request.environment, book, trackers, request.others, say)
     cleanup.callback(parts.close)
     if not quiet and isinstance(parts.sampler, EmbeddedEngine):
         terminal.say(parts.sampler.describe())
@@ -169,12 +176,35 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     return RunSession(run, book, parts, policy, terminal, progress, kept, quiet, Stopper(), cleanup)
 
 
+def price_lines(run: Run) -> tuple[str, ...]:
+    """What `deterministic=true` does and costs, as lines for people."""
+    if not run.deterministic:
+        return ()
+    return (
+        "deterministic: torch's deterministic algorithms, and passes of a fixed size in the engine, whose idle rows are"
+        " its price (docs/precision.md has figures)",
+    )
+
+
+def note_session(book: Book, checkpoint: Checkpoint | None) -> tuple[str, ...]:
+    """Write the lineage record of a run that begins or goes on. Where it cannot be made, that is a line for people: the
+    run may go on, and it is refused where its weights are exported or taken by another run."""
+    try:
+        with disk_full_is_reported(book.folder / LINEAGE, lambda: "Nothing was lost"):
+            write_lineage(book.folder, "" if checkpoint is None else checkpoint.name)
+    except (RunFolderError, DataError) as error:
+        return (f"no lineage record was written: {error}",)
+    return ()
+
+
 def session_policy(request: RunRequest) -> Policy:
     """The policy of the run. A branch that goes on has all of it in its own folder, but where it was cut before it
     kept the weights that it began with."""
     run, book, checkpoint = request.run, request.book, request.checkpoint
-    if book is None or not is_branch(book.folder):
+    if book is None:
         return make_policy(run, request.environment, request.others)
+    if not is_branch(book.folder):
+        return same_base(book.folder, make_policy(run, request.environment, request.others))
     kept = (book.folder / "kept" / START).is_dir()
     own = book.folder if checkpoint is not None or kept else None
     policy = make_policy(run, request.environment, request.others, own=own)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from posttrain.api.console import PlainConsole
 from posttrain.api.curve import curve_lines, picture
+from posttrain.api.lineage import write_lineage
 from posttrain.api.next_steps import next_steps
 from posttrain.core import files, reader
 from posttrain.core.errors import ConfigError, PosttrainError
@@ -136,13 +137,26 @@ def unjudged(of: RunOutcome) -> list[str]:
 
 def role_lines(of: RunOutcome) -> list[str]:
     """Seconds by role, a line a stage, the slowest role first."""
-    timed = [s for s in of.stages if s.roles]
-    width = max((len(s.name) for s in timed), default=0)
-    out = ["seconds by role"] if timed else []
-    for s in timed:
-        spent = sorted(s.roles.items(), key=lambda row: -row[1])
-        text = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spent if seconds >= 0.05)
-        out += textwrap.wrap(text, WIDTH, initial_indent=f"  {s.name:<{width}}  ", subsequent_indent=" " * (width + 4))
+    return _by_role("seconds by role", {s.name: s.roles for s in of.stages}, lambda x: f"{x:.1f}" if x >= 0.05 else "")
+
+
+def memory_lines(of: RunOutcome) -> list[str]:
+    """Peak memory by role, a line a stage, the largest first."""
+    machine: Any = of.file.facts.get("machine")
+    what = machine.get("memory") if isinstance(machine, dict) else None
+    title = f"peak MiB by role ({what or 'resident'})"
+    return _by_role(title, {s.name: s.peaks for s in of.stages}, lambda x: f"{x / 2**20:,.0f}")
+
+
+def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], said: Callable[[float], str]) -> list[str]:
+    """A line a stage with a number for each role, the largest first. A number is left out where `said` gives ''."""
+    known = {stage: roles for stage, roles in stages.items() if roles}
+    width = max((len(stage) for stage in known), default=0)
+    out = [title] if known else []
+    for stage, roles in known.items():
+        rows = [(name, said(x)) for name, x in sorted(roles.items(), key=lambda row: -row[1])]
+        text = ", ".join(f"{name} {word}" for name, word in rows if word)
+        out += textwrap.wrap(text, WIDTH, initial_indent=f"  {stage:<{width}}  ", subsequent_indent=" " * (width + 4))
     return out
 
 
@@ -185,7 +199,7 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
     for table in tables(of) if of.stages else ():
         console.print(table)
     console.print()
-    for line in (*filter(None, [footnote(of)]), *role_lines(of), *unjudged(of)):
+    for line in (*filter(None, [footnote(of)]), *role_lines(of), *memory_lines(of), *unjudged(of)):
         console.print(line)
     curve = of.drawn
     if curve is not None and (lines := picture(curve_lines(curve))):
@@ -240,6 +254,7 @@ def _about(run: Run) -> list[str]:
     out = [f"model: {model}", f"environment: {run.env.name}, {run.env.heldout} prompts held out", f"seed: {run.seed}"]
     for s in run.stages:
         what = f"{s.algorithm.name}, " if isinstance(s, Reinforce) else ""
+        what += "" if s.optimizer.kind == "adamw" else f"{s.optimizer.kind}, "
         out.append(f"{s.name}: {type(s).__name__.lower()}, {what}{s.steps} steps, learning rate {s.optimizer.lr:g}")
     return out
 
@@ -285,10 +300,16 @@ def summarize(folder: str | Path, as_markdown: bool = False) -> None:
 
 
 def conclude(folder: Path, console: PlainConsole | None) -> None:
-    """The end of a run, also of one that was cut: its summary is written, and printed where there is a console.
+    """The end of a run, also of one that was cut: its lineage record and its summary are written, and the summary is
+    printed where there is a console.
 
     A summary that cannot be made is said and never hides how the run ended.
     """
+    try:
+        write_lineage(folder)
+    except (PosttrainError, OSError) as error:
+        if console is not None:
+            console.print(f"note: no lineage record was written: {error}")
     try:
         of = read_outcome(folder)
         if console is not None:

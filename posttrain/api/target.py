@@ -16,6 +16,7 @@ from posttrain.core.errors import ConfigError, DataError, RunFolderError, Untrus
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Env, Model, Reinforce, Run
 from posttrain.engine.locate import check_source
+from posttrain.engine.saved_adapter import saved_adapter
 
 if TYPE_CHECKING:
     from posttrain.engine.models import Policy
@@ -84,11 +85,14 @@ def model_run(target: str | Path) -> Run:
 
 
 def keep_policy(book: Book, policy: Policy) -> None:
-    """Write the model configuration and tokenizer that `kept_policy` and `show` read."""
+    """Write the model configuration and tokenizer that `kept_policy` and `show` read. Beneath an adapter, weights that
+    were built, or that another run learned, are kept too."""
     from posttrain.engine.kept import write_config
 
+    path = book.run.model.path
+    base = policy.lora is not None and (path is None or run_source(path) is not None)
     book.beside(TOKENIZER, policy.tokenizer.save_pretrained)
-    book.beside(MODEL, lambda folder: write_config(policy, folder))
+    book.beside(MODEL, lambda folder: write_config(policy, folder, base))
 
 
 def kept_policy(folder: Path, allow: bool) -> Policy:
@@ -106,14 +110,14 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
     try:
         policy = kept(found.run.model, folder / MODEL, folder / TOKENIZER, stops)
     except DataError as error:
-        if found.run.model.path is None:
+        if found.run.model.path is None or run_source(found.run.model.path) is not None:
             raise
         try:
             run = admitted(folder, parts=("model",), allow=allow)
         except UntrustedError as asked:
             raise UntrustedError(f"{error}. So it takes the model that the run began with. {asked}") from error
-        return load_policy(run.model, None, run.seed)
-    _same_tokenizer(folder, found.facts.get("tokenizer_digest"), policy)
+        policy = same_base(folder, load_policy(run.model, None, run.seed))
+    _same_words(folder, policy)
     return policy
 
 
@@ -122,8 +126,26 @@ def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
     from posttrain.engine.models import load_policy
 
     if run_source(model.path) is not None:
-        return branched_policy(model, most)
+        return branched_policy(model, seed, most)
     return load_policy(model, None, seed, most=most)
+
+
+def adapter_base(folder: Path) -> str:
+    """The model beneath the adapter that a run trained, by the name with which PEFT finds it.
+
+    Raises:
+        ConfigError: it trained no adapter, or over weights that are nowhere but in the run folder.
+    """
+    model = run_file(folder).run.model
+    if model.lora is None:
+        raise ConfigError(f"{folder} trained all weights, so there is no adapter to write: leave --adapter out")
+    if model.path is None or run_source(model.path) is not None:
+        raise ConfigError(
+            f"{folder} trained an adapter over weights that another run learned, and PEFT wants them as a model"
+            " directory. Leave --adapter out, and the merged model is written"
+        )
+    saved = saved_adapter(model.path)
+    return model.path if saved is None else saved.base
 
 
 def built_policy(folder: Path, run: Run) -> Policy:
@@ -136,19 +158,45 @@ def built_policy(folder: Path, run: Run) -> Policy:
     if (branched := begun_with(folder, run)) is not None:
         return branched
     if run.model.path is not None:
-        return open_policy(run.model, run.seed)
+        return same_base(folder, open_policy(run.model, run.seed))
     if not (folder / TOKENIZER).is_dir():
         raise RunFolderError(
             f"{folder} has no {TOKENIZER}/, which a run writes before its first step: copy the whole folder again"
         )
     policy = load_policy(run.model, None, run.seed, tokenizer_files=folder / TOKENIZER)
-    _same_tokenizer(folder, run_file(folder).facts.get("tokenizer_digest"), policy)
+    _same_words(folder, policy)
+    return same_base(folder, policy)
+
+
+def same_base(folder: Path, policy: Policy) -> Policy:
+    """The policy, whose frozen weights are those that the run of the folder began with.
+
+    Raises:
+        RunFolderError: they are others, so the run's adapter does not belong to them.
+    """
+    from posttrain.engine.models import base_digest
+
+    then: Any = run_file(folder).facts.get("base_digest")
+    if policy.lora is not None and then is not None and then != (now := base_digest(policy)):
+        raise RunFolderError(
+            f"{folder} holds an adapter over weights with digest {then}, and those of {policy.source} have {now}: they"
+            " have changed since. Put the weights that the run began with there again"
+        )
     return policy
 
 
-def _same_tokenizer(folder: Path, then: object, policy: Policy) -> None:
-    if then not in (None, policy.tokenizer_digest):
-        raise RunFolderError(
-            f"{folder / TOKENIZER} is not the tokenizer the run was made with ({then}; now {policy.tokenizer_digest}):"
-            " its token ids mean other text. Copy the folder again"
-        )
+def _same_words(folder: Path, policy: Policy) -> None:
+    """RunFolderError where tokenizer or chat template are not those that the run was made with."""
+    facts = run_file(folder).facts
+    for what, now in (("tokenizer", policy.tokenizer_digest), ("template", policy.template_digest)):
+        then: Any = facts.get(f"{what}_digest")
+        if then not in (None, now):
+            name, means = (
+                (what, "its token ids mean other text")
+                if what == "tokenizer"
+                else ("chat template", "a conversation becomes other tokens")
+            )
+            raise RunFolderError(
+                f"{folder / TOKENIZER} is not the {name} the run was made with ({then}; now {now}): {means}. Copy the"
+                " folder again"
+            )

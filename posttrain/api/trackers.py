@@ -1,6 +1,7 @@
 """Trackers: the gauges of a run in TensorBoard, Weights & Biases or trackio (`core.ports.Tracker`).
 
-Every gauge is logged as `STAGE/gauge` (its mean) over the stage's own step, every clock entry as `STAGE/clock/role`.
+Every gauge is logged as `STAGE/gauge` (its mean) over the stage's own step, every clock entry as `STAGE/clock/role`,
+the peak bytes of every role as `STAGE/memory/role`.
 `steps.jsonl` remains the complete record. A tracker that fails during a run is reported once and not called again.
 A run prints for each tracker where to look (`tracker_lines`); docs/trackers.md says what is logged and what is sent.
 """
@@ -30,6 +31,7 @@ def scalars(step: Step) -> dict[str, float]:
     """The finite numbers of a step, by the name they are logged under."""
     named = {f"{step.stage}/{name}": gauge.mean for name, gauge in step.gauges.items()}
     named |= {f"{step.stage}/clock/{name}": seconds for name, seconds in step.clock.items()}
+    named |= {f"{step.stage}/memory/{name}": count for name, count in step.memory.items()}
     return {name: float(x) for name, x in named.items() if math.isfinite(x)}
 
 

@@ -20,13 +20,7 @@ in docs/trust.md."""
 
 def loss_agrees(a: Algorithm, batch: Batch, passes: Passes) -> Gauges:
     """The loss's gradient by each log-prob, over all micro-batches, is that of its definition over the minibatch."""
-    logp_M = np.concatenate([np.zeros(0), *passes.logp])
-    asked_M = np.concatenate([np.zeros(0), *passes.logp_grad])
-    if len(logp_M) != batch.spoken or len(asked_M) != batch.spoken:
-        raise InvariantError(
-            f"the micro-batches scored {len(logp_M)} tokens and differentiated {len(asked_M)} of the minibatch's"
-            f" {batch.spoken}: every token belongs to exactly one micro-batch"
-        )
+    logp_M, asked_M = passes.joined(batch, passes.logp), passes.joined(batch, passes.logp_grad)
     if passes.stale_gradients:
         raise InvariantError(
             f"{passes.stale_gradients} parameters still held a gradient when the step began: it would be added to this"
@@ -56,11 +50,12 @@ def entropy_and_value_agree(a: Algorithm, batch: Batch, passes: Passes) -> None:
     """The gradient by each entropy is minus the weighted bonus, and by each value that of the value loss."""
     told: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     if a.entropy is not None and passes.entropy_grad and plain(a.entropy) and a.distill is None and a.tokens is None:
-        told["entropy"] = (np.concatenate(passes.entropy_grad), -a.entropy.coef * batch[WEIGHT])
+        told["entropy"] = (passes.joined(batch, passes.entropy_grad), -a.entropy.coef * batch[WEIGHT])
     if a.learns_values is not None and passes.value and plain(a.learns_values):
-        want = value_demand(a.learns_values, batch, np.concatenate([v for v, _ in passes.value]))
+        value_M, asked_M = (passes.joined(batch, column) for column in zip(*passes.value, strict=True))
+        want = value_demand(a.learns_values, batch, value_M)
         if want is not None:
-            told["value"] = (np.concatenate([g for _, g in passes.value]), want)
+            told["value"] = (asked_M, want)
     for name, (got, want) in told.items():
         size = float(np.abs(want).max(initial=0.0))
         if len(got) != len(want) or float(np.abs(got - want).max(initial=0.0)) > 1e-4 * size + 1e-12:

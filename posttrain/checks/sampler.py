@@ -38,6 +38,7 @@ def sampler_agrees(
     dtype: str,
     exact: Exact,
     text: Callable[[np.ndarray], str],
+    same: bool = False,
 ) -> Gauges:
     """Sampler and learner agree on every token sampled with the learner's present weights: rho = 1 within the bound.
 
@@ -46,6 +47,7 @@ def sampler_agrees(
         fresh_M: bool, which tokens were sampled with the weights the learner holds.
         exact: the learner's log-probs in float64, for `rounding.allowed`.
         text: decodes token ids, for the message.
+        same: both must have the same bits.
     """
 
     def exactly() -> np.ndarray | None:
@@ -53,7 +55,7 @@ def sampler_agrees(
         return None if exact_M is None else exact_M[fresh_M]
 
     gap = Gap.of(mu_M[fresh_M], learner_M[fresh_M])
-    bound = allowed(dtype, gap, learner_M[fresh_M], exactly, batch.sampling.temperature)
+    bound = Gap(0.0, 0.0) if same else allowed(dtype, gap, learner_M[fresh_M], exactly, batch.sampling.temperature)
     count = float(fresh_M.sum())
     if not gap.within(bound):
         apart = np.where(fresh_M, np.abs(learner_M.astype(np.float64) - mu_M), 0.0)
@@ -147,6 +149,24 @@ def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens:
                 )
 
 
+def _told(band: Gauges, dtype: str) -> tuple[str, ...]:
+    """The noise band as a line for people, where rounding is coarser than float32."""
+    if "mismatch/band" not in band or dtype == "float32":
+        return ()
+    size = band["mismatch/band"].mean
+    return (f"noise band: sampler and learner differ by up to {size:.2g} nats for 99 % of tokens in {dtype}",)
+
+
+def _price(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
+    """What `exact=true` achieves and costs, as a line for people."""
+    if price is None:
+        return ()
+    return (
+        f"exact: sampler and learner agree bit for bit on {int(own_M.sum())} tokens; scoring them as the sampler does"
+        f" takes {price:.2g} times as long as the learner's own forward pass, and comes on top of it",
+    )
+
+
 class SamplerCheck(Observer):
     """Sampler, learner and reference agree when they hold the same weights; rollouts hold what the engine sampled."""
 
@@ -168,7 +188,7 @@ class SamplerCheck(Observer):
                     reference_unmoved(roles.reference)
                 if self._fresh and any(g.episodes for g in groups):
                     self._fresh = False
-                    return ObserverReport(self._same_weights(roles, e, groups))
+                    return self._same_weights(roles, e, groups)
             case DifferentiatedEvent(packed, passes) if packed.first:
                 return ObserverReport(
                     self._ratio_is_one(roles, packed, list(zip(passes.micros, passes.logp, strict=True)))
@@ -177,7 +197,7 @@ class SamplerCheck(Observer):
                 pass
         return None
 
-    def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> Gauges:
+    def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> ObserverReport:
         """Before the first optimizer step of a stage: rho = 1, and KL 0 to a reference that began as the policy."""
         episodes = [s for g in groups for s in g.episodes]
         segments = [s for x in episodes for s in x.episode.segments]
@@ -187,7 +207,8 @@ class SamplerCheck(Observer):
         mu = np.concatenate([s.logp[s.mask] for s in segments])
         own, dtype = version == roles.trainer.version, roles.run.model.dtype
         exact = lambda: roles.learner.exact(packed)  # noqa: E731
-        seen = sampler_agrees(packed, mu, learner, own, dtype=dtype, exact=exact, text=roles.text)
+        same = roles.run.exact
+        seen = sampler_agrees(packed, mu, learner, own, dtype=dtype, exact=exact, text=roles.text, same=same)
         band = noise_band(
             roles.stage.algorithm,
             mu[own],
@@ -198,7 +219,7 @@ class SamplerCheck(Observer):
         if roles.reference is not None and roles.own_reference and REFERENCE in episodes[0]:
             reference = np.concatenate([x for s in episodes for x in s[REFERENCE]])
             no_distance_yet(learner, reference, dtype, exact, packed.sampling.temperature)
-        return merge(seen, band)
+        return ObserverReport(merge(seen, band), (*_told(band, dtype), *_price(roles.learner.price(packed), own)))
 
     def _ratio_is_one(
         self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]
@@ -211,7 +232,14 @@ class SamplerCheck(Observer):
             learner = logp.astype(np.float32)
             out.append(
                 sampler_agrees(
-                    micro, micro[MU], learner, fresh, dtype=roles.run.model.dtype, exact=exact, text=roles.text
+                    micro,
+                    micro[MU],
+                    learner,
+                    fresh,
+                    dtype=roles.run.model.dtype,
+                    exact=exact,
+                    text=roles.text,
+                    same=roles.run.exact,
                 )
             )
         return merge(*out)

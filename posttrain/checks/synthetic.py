@@ -40,7 +40,8 @@ def agrees_on_synthetic_batch(a: Algorithm) -> None:
         return
     logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
     PolicyLoss(a).terms(batch, TokenScores(logp, entropy, value)).loss.backward()
-    passes = Passes(Needs(), logp=[_numbers(logp)], logp_grad=[_gradient(logp)])
+    everything = [np.arange(batch.episodes)]
+    passes = Passes(Needs(), episodes=everything, logp=[_numbers(logp)], logp_grad=[_gradient(logp)])
     if entropy.grad is not None:
         passes.entropy_grad.append(_gradient(entropy))
     if value.grad is not None:

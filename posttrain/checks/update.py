@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.checks.schedule import due
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge, Gauges, merge
@@ -119,6 +120,8 @@ class Largest:
     """Its value before the step."""
     move: float
     """What the step must add to it."""
+    size: float = math.inf
+    """`ExpectedUpdate.size`; inf where only whole updates follow the definition (`ExpectedUpdate.along`)."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,9 @@ class Handed:
         for name, g in grads.items():
             at = int(g.abs().argmax())
             if float(g.flatten()[at]):
-                move = optimizer.expected_update(config, name, g, norm, at).move
-                largest[name] = Largest(at, float(trained[name].detach().flatten()[at]), float(move))
+                told = optimizer.expected_update(config, name, g, norm, at)
+                weight = float(trained[name].detach().flatten()[at])
+                largest[name] = Largest(at, weight, float(told.move), math.inf if told.along else told.size)
         first = not optimizer.state_tensors().get("steps", 1)
         small = [n for n, g in grads.items() if g.numel() <= SAMPLED] if first else []
         expected = {n: optimizer.expected_update(config, n, grads[n], norm) for n in small}
@@ -178,6 +182,20 @@ def moved(handed: Handed, parameters: Mapping[str, Any], lr: float) -> Gauges:
     return {"canary/moved": Gauge(len(pushed), len(handed.largest))} if pushed else {}
 
 
+def keeps_to_schedule(config: Optimizer, handed: Handed, parameters: Mapping[str, Any], lr: float) -> None:
+    """A step in the middle of a schedule moves the number with the largest gradient of each parameter as configured."""
+    for name, top in handed.largest.items():
+        moved = float(parameters[name].detach().flatten()[top.index]) - top.weight
+        slack = ROUNDING * max(SMALLEST, abs(top.weight)) + UPDATE_BOUND * (abs(top.move) + top.size / 100)
+        if abs(moved - top.move) > slack:
+            raise InvariantError(
+                f"an optimizer step moved {name} by {moved:.3g} at element {top.index}, and the configured one moves it"
+                f" by {top.move:.3g} (learning rate {lr:g} in this step; schedule={config.schedule},"
+                f" horizon={config.horizon}, lr={config.lr:g}). The schedule began again or is another one, or the"
+                " optimizer's state is not that of the steps so far"
+            )
+
+
 @dataclass(frozen=True)
 class Update:
     """The largest difference of an optimizer step from the expected one, relative to what was expected."""
@@ -197,8 +215,7 @@ def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[
     worst = Update("", 0.0, 0.0)
     for name, expected in handed.expected.items():
         old, new = (x.detach().double().cpu() for x in (handed.before[name], after[name]))
-        off = float(((new - old - expected.move).abs() - ROUNDING * old.abs()).max())
-        moved, kept = off / expected.size if expected.size else float(off > 0), 0.0
+        moved, kept = _off(new - old, old, expected), 0.0
         for word, want in expected.state.items():
             size = float(want.abs().max())
             if size > UNDERFLOW and (held := state.get(f"{word}.{name}")) is not None:
@@ -208,6 +225,14 @@ def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[
     return worst
 
 
+def _off(step: torch.Tensor, old: torch.Tensor, expected: ExpectedUpdate) -> float:
+    """How far a step is from the expected one, relative to the size of it; all float64."""
+    if expected.along:
+        return abs(float((step * expected.move).sum() / expected.move.square().sum()) - 1) if expected.size else 0.0
+    off = float(((step - expected.move).abs() - ROUNDING * old.abs()).max())
+    return off / expected.size if expected.size else float(off > 0)
+
+
 def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], state: Mapping[str, Any]) -> Gauges:
     """The first optimizer step is exactly the configured one: learning rate, warm-up, decay and clip included."""
     worst = departure(handed, after, state)
@@ -215,8 +240,8 @@ def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], s
         raise InvariantError(
             f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} of a full"
             f" step, its state by {worst.state:.3g} of its size (gradient norm {handed.norm:.3g}; configured"
-            f" lr={config.lr:g}, warmup={config.warmup}, weight_decay={config.weight_decay:g}, clip={config.clip:g})."
-            " Something else moves the weights, or the optimizer was built with other settings"
+            f" {config.kind}, lr={config.lr:g}, warmup={config.warmup}, weight_decay={config.weight_decay:g},"
+            f" clip={config.clip:g}). Something else moves the weights, or the optimizer was built with other settings"
         )
     return {"canary/update_gap": Gauge(worst.moved, 1)}
 
@@ -233,17 +258,16 @@ class UpdateCheck(Observer):
         self._handed: Handed | None = None
 
     async def begin(self, roles: StageRoles[Any]) -> None:
-        served_is_trained(dict(whole_tensors(roles.learner.shards())), roles.trainer.trained())
+        frozen = {n: p for n, p in roles.learner.parameters().items() if roles.stage.optimizer.frozen(n)}
+        served_is_trained(dict(whole_tensors(roles.learner.shards())), {**roles.trainer.trained(), **frozen})
         gradient_reaches(roles.learner, roles.sync.probe_ids)
 
     def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
         match event:
             case DifferentiatedEvent(packed, _):
-                self._handed = (
-                    None
-                    if self._moved or not _carries(packed)
-                    else Handed.of(roles.trainer.optimizer, roles.stage.optimizer)
-                )
+                falls = roles.stage.optimizer.schedule != "constant" and due(packed.index)
+                asked = _carries(packed) and (falls or not self._moved)
+                self._handed = Handed.of(roles.trainer.optimizer, roles.stage.optimizer) if asked else None
             case LearnedEvent(lr=lr) if self._handed is not None:
                 handed, self._handed = self._handed, None  # it holds copies of weights
                 return ObserverReport(self._follow(roles, handed, lr))
@@ -253,6 +277,9 @@ class UpdateCheck(Observer):
 
     def _follow(self, roles: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
         trained, optimizer = roles.trainer.trained(), roles.trainer.optimizer
+        if self._moved:
+            keeps_to_schedule(roles.stage.optimizer, handed, trained, lr)
+            return Gauges()
         seen = moved(handed, trained, lr)
         self._moved = bool(seen)
         return merge(

@@ -9,10 +9,12 @@ from posttrain.checks.change import ChangeGauges
 from posttrain.checks.credit import CreditCheck
 from posttrain.checks.data import TaskCheck
 from posttrain.checks.draws import Bets, DrawsCheck
+from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.history import StageHistory
 from posttrain.checks.imitation import ImitationCheck
 from posttrain.checks.live import LiveRules
 from posttrain.checks.measured import EvaluationCheck
+from posttrain.checks.precision import ScaleCheck
 from posttrain.checks.resume import RestoreCheck, ResumeCheck
 from posttrain.checks.sampler import SamplerCheck
 from posttrain.checks.synthetic import LossCheck
@@ -31,6 +33,8 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         ResumeCheck(history),
         LossCheck(),
         UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
+        ScaleCheck(done=bool(steps)),
+        FrozenCheck(),
         CreditCheck(),
         SamplerCheck(fresh=not steps),
         TaskCheck(),
@@ -43,7 +47,12 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
 
 def imitation(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a supervised stage."""
-    return [UpdateCheck(moved=bool(steps)), ImitationCheck(first=not steps)]
+    return [
+        UpdateCheck(moved=bool(steps)),
+        ScaleCheck(done=bool(steps)),
+        FrozenCheck(),
+        ImitationCheck(first=not steps),
+    ]
 
 
 def of_run() -> Observers:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from posttrain.algorithm.credit import credit_step, without_credit
 from posttrain.algorithm.losses import Likelihood, PolicyLoss
 from posttrain.algorithm.steer import AdaptiveState, remember, standing, steered
+from posttrain.controller.left_out import left_out
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
 from posttrain.core.experience import Experience, PromptState
@@ -55,6 +56,8 @@ class UnfinishedStep:
     experience: Experience
     credit: Credit | None = None
     learned: list[Gauges] = field(default_factory=lambda: [{"optim/steps": Gauge(0, 1)}])
+    skipped: list[str] = field(default_factory=list[str])
+    """What is told of optimizer steps that were left out."""
     line: Step | None = None
 
 
@@ -78,10 +81,16 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         with roles.clock.of("learn"):
             for minibatch in pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version):
                 if (batch := minibatch.batch) is not None:
-                    with named(batch, credit, f"{stage.name} step {e.index}"):
-                        seen = roles.trainer.step(
-                            batch, PolicyLoss(a, warming), roles.watch, index=e.index, first=minibatch.first
-                        )
+                    try:
+                        with named(batch, credit, f"{stage.name} step {e.index}"):
+                            seen = roles.trainer.step(
+                                batch, PolicyLoss(a, warming), roles.watch, index=e.index, first=minibatch.first
+                            )
+                    except InvariantError as error:
+                        if not isinstance(error.__cause__, NonFiniteGradient):
+                            raise
+                        seen, note = left_out(roles, batch, e.index, error)
+                        partial.skipped.append(note)
                     partial.learned.append(seen)
         with roles.clock.of("sync"):
             if roles.trainer.version != version:
@@ -136,7 +145,7 @@ async def imitate(roles: SupervisedRoles, work: SupervisedBatch) -> Step:
     index, batch = work.index, work.batch
     with roles.clock.of("learn"):
         try:
-            gauges = roles.trainer.step(batch, Likelihood(), roles.watch, index=index)
+            gauges, skipped = roles.trainer.step(batch, Likelihood(), roles.watch, index=index), ()
         except NonFiniteGradient as error:
             names = [
                 f"demonstration {e} ({roles.text(batch.select([e]).ids_N)[:60]!r})" for e in error.culprits[:NAMED]
@@ -144,11 +153,22 @@ async def imitate(roles: SupervisedRoles, work: SupervisedBatch) -> Step:
             told = error.told(
                 [*names, *[""] * (len(error.culprits) - len(names))], f" ({roles.stage.name} step {index})"
             )
-            roles.book.write(Step(roles.stage.name, index, roles.trainer.version, {}, notes=(f"stopped: {told}",)))
-            raise InvariantError(told) from error
+            try:
+                gauges, note = left_out(roles, batch, index, InvariantError(told))
+            except InvariantError as stop:
+                roles.book.write(Step(roles.stage.name, index, roles.trainer.version, {}, notes=(f"stopped: {stop}",)))
+                raise stop from error
+            skipped = (note,)
     seen = roles.watch.take()
     return await roles.watch.after(
-        Step(roles.stage.name, index, roles.trainer.version, merge(gauges, seen.gauges), roles.clock.take(), seen.notes)
+        Step(
+            roles.stage.name,
+            index,
+            roles.trainer.version,
+            merge(gauges, seen.gauges),
+            roles.clock.take(),
+            (*skipped, *seen.notes),
+        )
     )
 
 
@@ -174,4 +194,5 @@ def _line(roles: ReinforceRoles, partial: UnfinishedStep, notes: tuple[str, ...]
     gauges = merge(rollout_gauges(e, credit), e.engine, seen.gauges, *partial.learned)
     verifiers = {name: g.mean for name, g in roles.rollout.environment.gauges().items() if g.count}
     clock = {**roles.clock.take(), **roles.sync.sampler.clock(), **verifiers}
-    return Step(roles.stage.name, e.index, roles.trainer.version, gauges, clock, (*notes, *seen.notes))
+    said = (*notes, *partial.skipped, *seen.notes)
+    return Step(roles.stage.name, e.index, roles.trainer.version, gauges, clock, said)

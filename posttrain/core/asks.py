@@ -142,16 +142,23 @@ DECIDED: dict[str, Decision] = {
 
 HARMLESS = frozenset(
     {
-        *("Run.recipe", "Run.deterministic", "Run.record_episodes"),
+        *("Run.recipe", "Run.deterministic", "Run.exact", "Run.record_episodes"),
         "Run.fault",  # starts with --allow-fault only
         *(
             "Model.arch",
+            "Model.compile",
             "Model.device",
             "Model.dtype",
             "Model.gradient_checkpointing",
+            "Model.offload_activations",
+            "Model.share_prefixes",
+            "Model.warm_up",
             "Model.history",
             "Model.kernels",
+            "Model.quantize",
         ),
+        *("Optimizer.kind", "Optimizer.schedule", "Optimizer.rates", "Optimizer.freeze"),
+        *("Lora.targets", "Lora.rslora", "Lora.dora"),
         *("Stage.name", "Stage.start", "Stage.time_of", "Stage.eval", "Stage.hands_on"),
         *(
             "Algorithm.name",

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from posttrain.core.bins import bins
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import Streamed
@@ -170,8 +171,8 @@ class Packed:
         return {}
 
     def split(self, max_tokens: int) -> list[Self]:
-        """Micro-batches of whole units with at most `max_tokens` packed tokens each (one unit may exceed it)."""
-        sizes = np.bincount(self.sequence_S, weights=self.lengths_S, minlength=self.episodes).astype(np.int64)
+        """Parts of whole units, in order, with at most `max_tokens` packed tokens each (one unit may exceed it)."""
+        sizes = self._sizes_E()
         if sizes.sum() <= max_tokens:
             return [self]
         parts: list[list[int]] = [[]]
@@ -184,7 +185,29 @@ class Packed:
                 room = max_tokens
             parts[-1].extend(members.tolist())
             room -= size
-        return [self.select(p) for p in parts]
+        return self.cut([np.array(p) for p in parts])
+
+    def bins(self, max_tokens: int) -> list[np.ndarray]:
+        """Episodes of each micro-batch: whole units, at most `max_tokens` packed tokens (one unit may exceed it). They
+        are few, and units that begin alike are together (`core.bins`)."""
+        sizes = self._sizes_E()
+        if sizes.sum() <= max_tokens:
+            return [np.arange(self.episodes)]
+        members = [self.members(u) for u in range(self.units)]
+        starts = np.cumsum(self.lengths_S) - self.lengths_S
+        first_E = np.searchsorted(self.sequence_S, np.arange(self.episodes))
+        firsts = [first_E[m[0]] for m in members]
+        keys = [self.ids_N[starts[s] : starts[s] + self.lengths_S[s]] for s in firsts]
+        found = bins(keys, [int(sizes[m].sum()) for m in members], max_tokens)
+        return [np.concatenate([members[u] for u in units]) for units in found]
+
+    def cut(self, parts: Sequence[np.ndarray]) -> list[Self]:
+        """The batch in parts, given by their episodes."""
+        return [self] if len(parts) == 1 and len(parts[0]) == self.episodes else [self.select(p) for p in parts]
+
+    def _sizes_E(self) -> np.ndarray:
+        """int64: packed tokens of each episode."""
+        return np.bincount(self.sequence_S, weights=self.lengths_S, minlength=self.episodes).astype(np.int64)
 
 
 def _counts_up(unit_E: np.ndarray) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,6 +90,53 @@ class VLLM:
 
 
 Engine = Embedded | VLLM
+
+
+def engine_refusals(
+    engine: Engine, kernels: KernelChoice, lora: bool, deterministic: bool, exact: bool, ruled: str
+) -> Iterator[str]:
+    """What the engine of a run cannot do. Each message says what to change.
+
+    Args:
+        lora: whether the model has an adapter.
+        ruled: the name of a stage whose sampling has penalties, biases or bans; '' where none has.
+    """
+    if not isinstance(engine, Embedded):
+        if exact:
+            yield (
+                "exact=true computes the learner's log-probs with the embedded engine's own code; vLLM's kernels are"
+                " others, and their bits depend on what runs beside. Set engine=embedded, or exact=false"
+            )
+        if deterministic:
+            yield (
+                "deterministic=true is what the embedded engine can do; vLLM's tokens depend in their last bits on what"
+                " runs beside them. Set engine=embedded, or deterministic=false"
+            )
+        if kernels == "compiled":
+            yield "model.kernels=compiled is about the embedded engine. Set engine=embedded, or leave it out"
+        return
+    for name in [n for n, on in (("deterministic", deterministic), ("exact", exact)) if on]:
+        if engine.lookup or engine.draft:
+            yield (
+                f"{name}=true computes fixed shapes, and drafts differ in number: set engine.lookup=0 engine.draft=none"
+            )
+        if engine.update == "stale":
+            yield (
+                f"{name}=true computes every sequence by one policy, and engine.update=stale does not: use drain or"
+                " inflight"
+            )
+    if exact and kernels == "reference":
+        yield (
+            "exact=true: the reference kernels pad to the longest sequence of a pass, so their bits depend on"
+            " neighbours. Set model.kernels=auto or torch"
+        )
+    if exact and lora:
+        yield "exact=true is offered where all weights train: set model.lora=none, or exact=false"
+    if exact and ruled:
+        yield (
+            f"exact=true knows no penalties, biases and bans of tokens, and {ruled}.sampling has some: leave them out,"
+            " or set exact=false"
+        )
 
 
 def _positive(name: str, value: float) -> None:

@@ -43,10 +43,14 @@ def read_bytes(path: Path, most: int, error: type[PosttrainError]) -> bytes:
     """The whole file; `error` where it has more than `most` bytes, which are then not read."""
     with opened(path, error) as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read(most + 1) if size <= most else b""
+        data = bytearray()
+        while size <= most and len(data) <= most:  # `read` allocates at once what is asked for
+            if not (piece := file.read(min(max(size - len(data), 1 << 16), most - len(data)) + 1)):
+                break
+            data += piece
         if size > most or len(data) > most:
             raise error(f"{path} has {max(size, len(data)):,} bytes; at most {most:,} are read there")
-        return data
+        return bytes(data)
 
 
 def read_lines(path: Path, most: int, error: type[PosttrainError]) -> Iterator[tuple[int, bytes]]:

@@ -44,11 +44,14 @@ def merge(*parts: Mapping[str, Gauge]) -> Gauges:
 
 @dataclass(frozen=True)
 class Step:
-    """One line of the record. `clock` holds measured wall times, which no digest covers."""
+    """One line of the record. No digest covers `clock` and `memory`, which are measured."""
 
     stage: str
     index: int
     version: int
     gauges: Mapping[str, Gauge]
     clock: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Wall seconds by role, and what else was timed."""
     notes: tuple[str, ...] = ()
+    memory: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Peak bytes by role: of the device's allocator, or resident ones."""

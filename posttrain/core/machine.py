@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
+
+CONTROL_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Files with the limit of a control group and with what it uses, of both versions."""
 
 
 def cores() -> int:
@@ -16,3 +24,17 @@ def cores() -> int:
 def is_linux() -> bool:
     """Whether namespaces, Landlock, seccomp and pidfds exist, on which the sandboxes are built."""
     return sys.platform == "linux"
+
+
+def free_memory() -> int | None:
+    """Bytes of main memory that a program may still take: what the machine has, and what its control group allows.
+    None where the system does not tell."""
+    found: list[int] = []
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) << 10)
+    for most, used in CONTROL_GROUPS:
+        with suppress(OSError, ValueError):  # "max" is no number: there is no limit
+            found.append(int(Path(most).read_text()) - int(Path(used).read_text()))
+    return max(0, min(found)) if found else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,6 +112,18 @@ class Reference(Examiner, Protocol):
         ...
 
 
+class AdapterTrial(Protocol):
+    """What is needed to show that a sampler computes with the learner's adapter."""
+
+    def loud(self) -> AbstractContextManager[None]:
+        """Inside, the adapter holds numbers that change log-probs by much; afterwards its own again, bit for bit."""
+        ...
+
+    def without(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: log-probs of the model without its adapter."""
+        ...
+
+
 class Learner(Examiner, Protocol):
     """The model that is trained. It owns the modules; the trainer owns the optimizer and calls backward()."""
 
@@ -153,6 +166,14 @@ class Learner(Examiner, Protocol):
         adapter over frozen weights, the adapter's tensors are enough. `fingerprint` is that of the whole tensors,
         however they are cut.
         """
+        ...
+
+    def adapter(self) -> AdapterTrial | None:
+        """None where all weights train."""
+        ...
+
+    def price(self, packed: Packed) -> float | None:
+        """How many times as long as its own forward pass the sampler's takes, where it takes log-probs from that."""
         ...
 
     def train_mode(self, on: bool) -> None:

@@ -19,6 +19,8 @@ from posttrain.core.run import Run
 from posttrain.core.tree import from_plain
 
 SCHEMA = 2
+MEASURED = ("clock", "memory")
+"""What a line of the record says of the machine; no digest covers it."""
 """Version of the format of run.json and of the record beside it."""
 
 
@@ -215,11 +217,12 @@ def read_episodes(path: Path) -> tuple[record.Recorded, ...]:
 
 
 def record_digest(folder: Path | str) -> str:
-    """Digest of the record without its clock: equal for a run that was killed and resumed, and one that never was."""
+    """Digest of the record without what is measured: equal for a run that was killed and resumed, and one that never
+    was."""
     folder = Path(folder)
     h = hashlib.blake2b(digest_size=32)
     for _, data in files.read_lines(folder / "steps.jsonl"):
-        h.update(json.dumps({k: v for k, v in data.items() if k != "clock"}, sort_keys=True).encode())
+        h.update(json.dumps({k: v for k, v in data.items() if k not in MEASURED}, sort_keys=True).encode())
     for row in episode_files(folder):
         h.update(row.path.name.encode())
         for name, column in sorted(record.read_columns(row.path).items()):

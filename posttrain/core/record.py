@@ -86,6 +86,7 @@ def step_to_plain(step: Step) -> dict[str, Any]:
         "version": step.version,
         "gauges": {name: [_number(g.sum), _number(g.count)] for name, g in step.gauges.items()},
         "clock": {name: _number(x) for name, x in step.clock.items()},
+        "memory": {name: _number(x) for name, x in step.memory.items()},
         "notes": list(step.notes),
     }
 
@@ -98,6 +99,7 @@ def step_from_plain(data: Mapping[str, Any]) -> Step:
         gauges={name: Gauge(float(total), float(count)) for name, (total, count) in data["gauges"].items()},
         clock={name: float(x) for name, x in data["clock"].items()},
         notes=tuple(data["notes"]),
+        memory={name: float(x) for name, x in data.get("memory", {}).items()},
     )
 
 

@@ -9,8 +9,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from posttrain.core.adapter import Lora, check_frozen, check_served_elsewhere, refuse_dora
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.engines import Embedded, Engine, KernelChoice
+from posttrain.core.engines import Embedded, Engine, KernelChoice, engine_refusals
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import GRPO
@@ -21,6 +22,9 @@ NAME = re.compile(r"\w[\w-]{0,63}")
 """Pattern of a stage's name."""
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 """Pattern of a device as torch names it."""
+
+Checkpointing = Literal["none", "selective", "full"]
+"""Which activations are computed again in the backward pass: see `Model.gradient_checkpointing`."""
 
 BUILT_CONTEXT = 512
 """Positions of a built model, where `Model.context` is not set."""
@@ -54,15 +58,35 @@ class Model:
     device: str = "cpu"
     """Where it computes: cpu, cuda, cuda:1, xpu. Not mps, because torch has no float64 there, by which tokens are drawn
     and weights are checked."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations. The head, its softmax and every loss are always float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of weights and activations. The head, its softmax, every loss and the weights that the optimizer updates are
+    always float32. Sampler and learner differ by about 1/8 as much in float16 as in bfloat16; it needs the loss to be
+    scaled, which is done by itself."""
     kernels: KernelChoice = "auto"
     """Which code learner, optimizer, reference and embedded engine use. auto: the fastest that works on this machine.
     compiled: the same, but do not start where the embedded engine has no kernels built by this machine's C compiler
     (float32 on a CPU). torch: nothing that is compiled on this machine. reference: every operation by its plain
     definition; slow, for finding out whether a faster form is wrong."""
-    gradient_checkpointing: bool = False
-    """Compute a forward pass twice to keep less of it in memory."""
+    lora: Lora | None = None
+    """Train adapters of low rank beside frozen weights (`model.lora.rank=16`). None: train all weights."""
+    quantize: Literal["int8", "nf4"] | None = None
+    """Hold the frozen linear layers beneath an adapter in few bits, in learner, reference and engine. int8: each row as
+    whole numbers of 8 bits times one scale. nf4: 4 bits, by torchao (2305.14314). Takes less memory, and computes
+    slower on a CPU. None: as they were loaded."""
+    share_prefixes: bool = True
+    """Compute what several sequences begin with once in the learner: the prompt of siblings, earlier turns. It changes
+    results by rounding only, which its first use in a run proves."""
+    compile: bool = False
+    """Compile the learner's layers with torch.compile before the first step, which takes a minute or more. It pays off
+    on GPUs and in long runs. The sampler and references are not compiled."""
+    warm_up: bool | None = None
+    """Compute the largest pass that the settings allow once before the first step of a stage, so that memory that does
+    not suffice shows at once. Nothing is learned from it. None: on every device but the CPU."""
+    gradient_checkpointing: Checkpointing | bool = "none"
+    """What the backward pass computes again instead of keeping it in memory. selective: all but matrix products and
+    attention, which costs little. full: whole layers. true and false stand for full and none."""
+    offload_activations: bool = False
+    """Keep activations in the memory of the CPU until the backward pass. Only for accelerators."""
     history: Literal["append", "rewrite"] = "append"
     """What to do where the chat template changes earlier turns of a conversation, for example drops their reasoning.
     append: refuse it. rewrite: each turn becomes a sequence of its own, after the conversation as
@@ -73,8 +97,28 @@ class Model:
             raise ConfigError(
                 f"model.device={self.device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu"
             )
+        refuse_dora(self.lora, self.quantize)
+        if isinstance(self.gradient_checkpointing, bool):
+            object.__setattr__(self, "gradient_checkpointing", "full" if self.gradient_checkpointing else "none")
+        if self.offload_activations and self.device == "cpu":
+            raise ConfigError(
+                "model.offload_activations=true moves activations from an accelerator to the memory of the CPU; with"
+                " model.device=cpu they are there. Set it to false, or keep fewer with"
+                " model.gradient_checkpointing=selective"
+            )
+        if self.compile and (self.gradient_checkpointing != "none" or self.offload_activations):
+            raise ConfigError(
+                "model.compile=true keeps what its graphs decide to keep: set model.gradient_checkpointing=none"
+                " model.offload_activations=false, or leave it out"
+            )
         if self.path is None:
             self._check_sizes()
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """`gradient_checkpointing` as a word."""
+        how = self.gradient_checkpointing
+        return ("full" if how else "none") if isinstance(how, bool) else how
 
     def _check_sizes(self) -> None:
         """ConfigError where no model of `arch` can be built at these sizes."""
@@ -293,7 +337,12 @@ class Run:
     slots: int = 256
     """Sequences the engine decodes at once."""
     deterministic: bool = False
-    """Fixed matmul shapes in the embedded engine. Tokens are then bit-equal whatever else is in the batch; slower."""
+    """Fixed matmul shapes in the embedded engine, so that tokens are bit-equal whatever else is in the batch, and
+    torch's deterministic algorithms everywhere: an operation that has none stops the run. Slower."""
+    exact: bool = False
+    """The learner's log-probs equal the sampler's bit for bit: the learner computes them a second time, as the embedded
+    engine does, with its own weights. The ratio is then exactly 1 on policy. It includes what deterministic does to the
+    engine, and costs one more pass over each batch, whose price the first step tells."""
     threads: int = 0
     """CPU threads for torch. 0: all cores of the machine (recorded in run.json)."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
@@ -310,25 +359,15 @@ class Run:
         for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be >= {least}")
-        if self.deterministic and not isinstance(self.engine, Embedded):
-            raise ConfigError(
-                "deterministic=true is what the embedded engine can do; vLLM's tokens depend in their last bits on what"
-                " runs beside them. Set engine=embedded, or deterministic=false"
-            )
-        if self.deterministic and isinstance(self.engine, Embedded) and (self.engine.lookup or self.engine.draft):
-            raise ConfigError(
-                "deterministic=true computes fixed shapes, and drafts differ in number: set engine.lookup=0"
-                " engine.draft=none"
-            )
-        if self.deterministic and isinstance(self.engine, Embedded) and self.engine.update == "stale":
-            raise ConfigError(
-                "deterministic=true computes every sequence by one policy, and engine.update=stale does not: use drain"
-                " or inflight"
-            )
-        if self.model.kernels == "compiled" and not isinstance(self.engine, Embedded):
-            raise ConfigError(
-                "model.kernels=compiled is about the embedded engine. Set engine=embedded, or leave it out"
-            )
+        ruled = next((s.name for s in self.stages if s.contract is not None and s.contract.rules), "")
+        for why in engine_refusals(
+            self.engine, self.model.kernels, self.model.lora is not None, self.deterministic, self.exact, ruled
+        ):
+            raise ConfigError(why)
+        if not isinstance(self.engine, Embedded):
+            check_served_elsewhere(self.model.lora, self.model.quantize)
+        if self.model.path is None:
+            check_frozen(self.model.lora, self.model.quantize)
         names = [s.name for s in self.stages]
         if not names:
             raise ConfigError("a run needs at least one stage")

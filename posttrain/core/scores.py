@@ -23,6 +23,8 @@ class TokenScores:
     value: Any | None
     candidates: Any | None = None
     """[M, K]: log-probs of the candidate tokens that were asked for."""
+    computed: int | None = None
+    """Positions that the layers computed: fewer than packed ones where shared beginnings are computed once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,3 +54,6 @@ class ExpectedUpdate:
     """The optimizer's state of these entries after the step. The key is WORD of its name `WORD.PARAMETER`."""
     size: float
     """Scale for differences from `move`: how far such a step moves an entry with a large gradient."""
+    along: bool = False
+    """Only the part of the step along `move` is `move`: the optimizer's arithmetic adds noise across it, which may be
+    as large."""

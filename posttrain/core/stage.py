@@ -5,12 +5,14 @@ A kind of stage is a subclass with further settings, and a driver (`posttrain.co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from fnmatch import fnmatchcase
+from typing import ClassVar, Literal
 
 from posttrain.core.env import Env
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.open import Open
 from posttrain.core.sampling import Sampling
 
@@ -18,10 +20,24 @@ START = "start"
 """Value of `Stage.start` that means the model as it was loaded."""
 
 
+MOMENTUM = {"muon": 0.95, "sgd": 0.9}
+"""`Optimizer.momentum` where it is none, by the kinds that have one."""
+OF_ADAM = ("beta1", "beta2", "eps")
+"""Fields that only kinds with moments read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW with a clip of the global gradient norm. The learning rate warms up linearly, then is constant."""
+    """How gradients change weights: the kind, the learning rate over the steps, and which parameters it is for.
 
+    The global gradient norm is clipped, and weight decay is decoupled from the gradient, in every kind.
+    """
+
+    kind: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
+    """adamw: AdamW. adamw8bit: AdamW with moments of 8 bits (pip install 'posttrain[adamw8bit]'). muon: momentum made
+    orthogonal for the matrices between embedding and head, AdamW for all else. It computes in bfloat16 and amplifies
+    what is small, so splits, devices and resumed runs elsewhere give other steps; only the part of a step along its
+    definition is checked. sgd: gradients with momentum."""
     lr: float = 1e-3
     """Learning rate, after the warm-up."""
     beta1: float = 0.9
@@ -36,10 +52,115 @@ class Optimizer:
     """A larger global gradient norm is scaled down to this. inf: never."""
     warmup: int = 10
     """Optimizer steps over which lr rises linearly from 0."""
+    momentum: float | None = None
+    """Decay of what muon and sgd sum up of the gradients. None: 0.95 for muon, 0.9 for sgd."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """lr after the warm-up: constant, or a fall to lr * floor at the horizon along a line or half a cosine."""
+    horizon: int | None = None
+    """Optimizer steps after which lr is lr * floor and stays there. It does not follow `steps`, so a run that goes on
+    for longer keeps the learning rates it had. None: only with a constant schedule."""
+    floor: float = 0.1
+    """The share of lr at the horizon and after it."""
+    rates: tuple[tuple[str, float], ...] = ()
+    """Factors of lr by names of parameters, such as value_head:10,embed_tokens:0.1. A pattern is one or more whole
+    words of a name, with * and ? (`layers.0`, `mlp.gate`); the first that fits counts."""
+    freeze: tuple[str, ...] = ()
+    """Patterns, as in `rates`, of parameters that stay as they are."""
+    ema: float | None = None
+    """Also keep a moving average of the weights with this decay, from the stage's first weights on. It is in the
+    checkpoints inside the stage and in the last one of the run, for eval --ema and export --ema. The policy and what it
+    samples are the weights themselves. None: none."""
+    skips: int = 0
+    """Optimizer steps in a row that may be left out because their gradient is not finite. Each is counted, told, and
+    its batch is kept. 0: the first one stops the run."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or not self.clip > 0 or self.warmup < 0:
             raise ConfigError(f"optimizer: lr={self.lr} and clip={self.clip} must be > 0, warmup={self.warmup} >= 0")
+        if self.momentum is not None and self.kind not in MOMENTUM:
+            raise ConfigError(
+                f"optimizer.momentum={self.momentum:g}: {self.kind} has none; its means have beta1 and beta2"
+            )
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise ConfigError(f"optimizer.momentum={self.momentum:g}: must be in [0, 1)")
+        if self.kind == "sgd" and (given := [n for n in OF_ADAM if getattr(self, n) != getattr(Optimizer, n)]):
+            raise ConfigError(f"optimizer.{given[0]}={getattr(self, given[0]):g}: sgd does not read it; leave it out")
+        self._check_schedule()
+        if bad := [f"{p}:{x:g}" for p, x in self.rates if not p or not 0 < x < math.inf]:
+            raise ConfigError(f"optimizer.rates={bad[0]}: write PATTERN:FACTOR, factor > 0; optimizer.freeze is for 0")
+        if not all(self.freeze):
+            raise ConfigError("optimizer.freeze: an empty pattern fits nothing; leave it out")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(f"optimizer.ema={self.ema:g}: a decay in (0, 1), such as 0.99, or none")
+        if self.skips < 0:
+            raise ConfigError(f"optimizer.skips={self.skips}: must be >= 0")
+
+    def _check_schedule(self) -> None:
+        if self.schedule == "constant" and self.horizon is not None:
+            raise ConfigError(
+                f"optimizer.horizon={self.horizon}: a constant learning rate has none; set optimizer.schedule=cosine"
+                " (or linear) too"
+            )
+        if self.horizon is not None and self.horizon <= self.warmup:
+            raise ConfigError(
+                f"optimizer.horizon={self.horizon}: must be greater than warmup={self.warmup}, because lr falls"
+                " between the two"
+            )
+        if not 0 <= self.floor <= 1:
+            raise ConfigError(f"optimizer.floor={self.floor:g}: a share in [0, 1]")
+
+    @property
+    def decay_of_momentum(self) -> float:
+        """`momentum`, or the default of the kind."""
+        return MOMENTUM.get(self.kind, 0.0) if self.momentum is None else self.momentum
+
+    def share(self, step: int) -> float:
+        """The share of lr that optimizer step `step` (from 1) has."""
+        if self.warmup and step < self.warmup:
+            return step / self.warmup
+        if self.schedule == "constant" or self.horizon is None:
+            return 1.0
+        gone = min(1.0, max(0.0, (step - 1 - self.warmup) / (self.horizon - self.warmup)))
+        left = 1 - gone if self.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2
+        return self.floor + (1 - self.floor) * left
+
+    def rate(self, name: str) -> float:
+        """The factor of lr for a parameter."""
+        return next((factor for pattern, factor in self.rates if fits(pattern, name)), 1.0)
+
+    def frozen(self, name: str) -> bool:
+        """Whether a parameter stays as it is."""
+        return any(fits(pattern, name) for pattern in self.freeze)
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether the words of a pattern fit some words of a name that lie side by side.
+
+    >>> fits("layers.0", "model.layers.0.mlp.up_proj.weight"), fits("layers.0", "model.layers.01.weight")
+    (True, False)
+    """
+    wanted, words = pattern.split("."), name.split(".")
+    return any(
+        all(fnmatchcase(word, want) for word, want in zip(words[i:], wanted, strict=False))
+        for i in range(len(words) - len(wanted) + 1)
+    )
+
+
+def check_patterns(config: Optimizer, names: Sequence[str], path: str) -> None:
+    """Refuse a pattern that fits no parameter, and a freeze that leaves none. `path` names the optimizer in messages.
+
+    Raises:
+        ConfigError: as said.
+    """
+    given = [*(("rates", p) for p, _ in config.rates), *(("freeze", p) for p in config.freeze)]
+    for field, pattern in given:
+        if not any(fits(pattern, n) for n in names):
+            words = sorted({w for n in names for w in n.split(".") if not w.isdigit()})
+            raise ConfigError(
+                f"{path}.{field}: {pattern!r} fits no parameter that is trained; {nearest(pattern, words)}"
+            )
+    if names and all(config.frozen(n) for n in names):
+        raise ConfigError(f"{path}.freeze={','.join(config.freeze)} fits every parameter: nothing would be trained")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +217,26 @@ class Stage(Open, begin=True):
                 f"{self.name}: eval=false measures nothing, and eval_every={self.eval_every} asks for it; set"
                 " eval_every=0"
             )
+
+        self._check_horizon()
+
+    def _check_horizon(self) -> None:
+        o, all_steps = self.optimizer, self.steps * self.optimizer_steps
+        if o.schedule != "constant" and o.horizon is None:
+            raise ConfigError(
+                f"{self.name}.optimizer.schedule={o.schedule} needs the number of optimizer steps over which lr falls;"
+                f" this stage takes {all_steps}: set {self.name}.optimizer.horizon={all_steps}"
+            )
+        if o.horizon is not None and o.floor == 0 and all_steps > o.horizon:
+            raise ConfigError(
+                f"{self.name} takes {all_steps} optimizer steps, and with optimizer.floor=0 those after"
+                f" optimizer.horizon={o.horizon} would change nothing: raise the horizon, or set a floor"
+            )
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps per controller step."""
+        return 1
 
     @property
     def contract(self) -> Sampling | None:

@@ -104,7 +104,31 @@ REGISTRY: dict[str, Definition] = {
         "1e-5 to 1e-2",
     ),
     "optim/lr": Definition("learning rate", "1", "as configured"),
+    "optim/skipped": Definition("optimizer steps left out because their gradient was not finite", "steps", "0"),
+    "optim/loss_scale": Definition(
+        "factor of the loss in the backward pass of a float16 run", "1", "steady; it is halved at each overflow"
+    ),
+    "optim/overflowed": Definition(
+        "optimizer steps left out because the scaled gradient overflowed in float16",
+        "steps",
+        "0 but for a few at first",
+    ),
     "optim/steps": Definition("optimizer steps that moved weights", "steps", "= minibatches x epochs"),
+    "learner/micro_batches": Definition(
+        "forward and backward passes of an optimizer step, mean over optimizer steps",
+        "passes",
+        "few; raise micro_tokens where memory allows",
+    ),
+    "learner/bin_waste": Definition(
+        "share of the room of a step's micro-batches (micro_tokens each) that no token fills; 0 for a single one",
+        "share",
+        "< 0.3; above: micro_tokens is little more than one family of sequences",
+    ),
+    "learner/shared": Definition(
+        "share of the packed tokens that the layers did not compute, because sequences of a micro-batch begin alike",
+        "share",
+        "towards prompt / sequence x (1 - 1 / siblings)",
+    ),
     "sft/loss": Definition("mean negative log-prob of a demonstrated token", "nats", "falls"),
     "sft/tokens": Definition("demonstrated tokens an optimizer step", "tokens", "steady"),
     "canary/logp_gap": Definition(
@@ -117,6 +141,14 @@ REGISTRY: dict[str, Definition] = {
         "share of the tensors with a gradient that had to move, and did, in the first step with credit",
         "share",
         "1; less where the learning rate is below rounding",
+    ),
+    "canary/frozen": Definition(
+        "frozen tensors that are, bit for bit, what they were when the stage began", "tensors", "all that are frozen"
+    ),
+    "canary/scale_gap": Definition(
+        "float16: difference between the norms of the gradient in the optimizer and of the loss's own, relative",
+        "share",
+        "< 0.1",
     ),
     "canary/loss_gap": Definition(
         "largest difference between what the loss asked of a log-prob and what its definition asks, "
@@ -248,6 +280,9 @@ REGISTRY: dict[str, Definition] = {
     "engine/straggler": Definition("longest turn, per mean turn: how long slots idle at the end of a wave", "1", "low"),
     "engine/accepted": Definition(
         "drafted tokens that were said, per drafted token", "share", "high, or speculation does not pay"
+    ),
+    "engine/pushed": Definition(
+        "bytes of weights that travelled to vLLM, per push", "bytes", "those of the adapter, where there is one"
     ),
     "engine/stale_gap": Definition(
         "expected |log-prob| difference of the next token over keys and values of the old weights, per sequence",

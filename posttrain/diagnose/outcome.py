@@ -73,6 +73,8 @@ class StageOutcome:
     greedy: float | None = None
     seconds: float | None = None
     roles: Mapping[str, float] = field(default_factory=dict[str, float])
+    peaks: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Peak bytes by role."""
     updates: int = 0
     """Optimizer steps that its steps took. A step without credit takes none."""
     time_of: str | None = None
@@ -162,6 +164,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         greedy = known.get("greedy")
         seconds = known.get("seconds")
         roles = {str(k): float(v) for k, v in known.get("roles", {}).items()}
+        peaks = {str(k): float(v) for k, v in known.get("peaks", {}).items()}
         greedy = None if greedy is None else float(greedy)
         seconds = None if seconds is None else float(seconds)
     unpaired = _unpaired(run, stage, taken, start, end)
@@ -182,6 +185,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         greedy=greedy,
         seconds=seconds,
         roles=roles,
+        peaks=peaks,
         updates=_updates(steps),
         time_of=stage.time_of,
         began=starts(run.stages, stage),

@@ -1,5 +1,5 @@
-"""Which models can be used: decoder-only ones, in which each layer's past is the keys and values
-of one causal attention.
+"""Which models can be used: decoder-only ones, in which each layer's past is the keys and values of one causal
+attention, and those whose recurrent state `stateful` keeps apart.
 
 Other state (a recurrent state, a rope that depends on the longest sequence of the batch, masks of the model's own)
 would silently make a token depend on other sequences, or on how it was cached. So a model is tested at load. A sequence
@@ -11,8 +11,10 @@ Axis letters: N packed positions, H query heads, K key-value heads, D head width
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,6 +23,7 @@ from posttrain.core.errors import EngineError
 from posttrain.engine.adopt import WANTED, as_built, route_attention
 from posttrain.engine.attention import PackedLayout, dense_attention
 from posttrain.engine.readout import CANARY, ReadOut, check_read_out, positions, read_out
+from posttrain.engine.stateful import RowLayout, is_stateful, rows_alone
 
 TRIES = 3
 """Sequences tried before a model is refused. In a mixture of experts, rounding alone may sometimes route a
@@ -44,7 +47,7 @@ class LayerShape:
 def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerShape]]:
     """The read-out of a model and what each of its layers caches; EngineError explains why a model cannot be used.
 
-    The model's attention is routed through `attention.attend`.
+    The model's attention is routed through `attention.attend`. A model that keeps a recurrent state caches nothing.
     """
     name, config = type(module).__name__, module.config.get_text_config(decoder=True)
     if module.config.is_encoder_decoder:
@@ -57,9 +60,13 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
     _check_rope(config, name, context)
     route_attention(module)
     out = read_out(module)
+    if is_stateful(module):
+        check_read_out(module, out, context)
+        _check(module, out, min(CANARY, context), _difference_of_rows)
+        return out, []
     shapes = _shapes(module, out, min(4, context))
     check_read_out(module, out, context)
-    _check_independence(module, out, min(CANARY, context))
+    _check(module, out, min(CANARY, context), _difference)
     return out, shapes
 
 
@@ -177,14 +184,18 @@ class _GrowingCache:
         return dense_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)
 
 
-def _check_independence(module: PreTrainedModel, out: ReadOut, length: int) -> None:
-    """EngineError where a sequence packed with another one, or computed over a cache, differs from
+Difference = Callable[[PreTrainedModel, ReadOut, int, int], str]
+"""(model, read-out, length, seed): what differs from transformers' result for a sequence alone; '' where nothing."""
+
+
+def _check(module: PreTrainedModel, out: ReadOut, length: int, difference: Difference) -> None:
+    """EngineError where a sequence beside another one, or computed over a cache, differs from
     transformers' result for it alone."""
     why = ""
     for seed in range(TRIES):
         with torch.no_grad():
             try:
-                why = _difference(module, out, length, seed)
+                why = difference(module, out, length, seed)
             except EngineError:
                 raise
             except Exception as error:  # the model's own code may raise anything
@@ -217,6 +228,20 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
     ):
         if (gap := _gap(ours, wanted)) > _bound(ours):
             return f"hidden states {name} differ from those of the whole sequence (relative gap {gap:.2g})"
+    return ""
+
+
+def _difference_of_rows(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
+    """`_difference` of a model with a state: two sequences in a batch."""
+    alone = [_canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)]
+    lengths = np.array([len(ids) for ids, _ in alone])
+    packed = torch.cat([ids for ids, _ in alone]).cpu().numpy()
+    batch = rows_alone(out, packed, lengths, np.arange(len(packed)), RowLayout())
+    with as_built(module):
+        wanted = [out.hidden(*one, RowLayout()) for one in alone]
+    for name, ours, theirs in zip(("longer", "shorter"), batch.split(lengths.tolist()), wanted, strict=True):
+        if (gap := _gap(ours, theirs)) > _bound(ours):
+            return f"the {name} of two sequences in a batch has other hidden states than alone (relative gap {gap:.2g})"
     return ""
 
 

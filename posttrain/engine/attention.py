@@ -90,8 +90,14 @@ def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[.
 
 def register() -> None:
     """Make `NAME` an attention implementation of transformers. Calling it again changes nothing."""
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, _registered[0])
     AttentionMaskInterface.register(NAME, no_mask)
+
+
+def stay_outside_graphs() -> None:
+    """From now on torch.compile traces nothing of `attend`: its layout is another one in each pass."""
+    _registered[0] = torch.compiler.disable(attend)
+    register()
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
@@ -142,6 +148,10 @@ def attend(
     return layout.attend(module, query, key, value, scaling=scale, sliding_window=sliding_window, softcap=softcap), None
 
 
+_registered: list[Callable[..., Any]] = [attend]
+"""What transformers calls: `attend`, or a form of it that no graph enters."""
+
+
 def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
     """Segment indices grouped by similar length, longest first. Each group is padded to its longest; at most
     `waste` of it is padding.
@@ -163,7 +173,7 @@ def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
     return [np.array(b, np.int64) for b in out]
 
 
-class _Spread(torch.autograd.Function):
+class SpreadRows(torch.autograd.Function):
     """Rows [N, ...] to padded rows [R, ...]. `to` [R] is the source of each padded row, `back` [N] the
     place of each row in them.
 
@@ -182,8 +192,8 @@ class _Spread(torch.autograd.Function):
         return grads[0].index_select(0, back), None, None
 
 
-class _Collect(torch.autograd.Function):
-    """The inverse of `_Spread`: padded rows [R, ...] to rows [N, ...]. Padding rows get gradient zero."""
+class CollectRows(torch.autograd.Function):
+    """The inverse of `SpreadRows`: padded rows [R, ...] to rows [N, ...]. Padding rows get gradient zero."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, back: Tensor) -> Tensor:
@@ -262,22 +272,19 @@ class PackedLayout:
         q, k, v = (self._spread(x[0].transpose(0, 1)) for x in (query, key, value))
         attention = kernel("attention", query.device, query.dtype, self._kernels).function
         out: list[Tensor] = []
-        row = 0
-        for count, longest in self.shapes:
-            q_BHLD, k_BKLD, v_BKLD = (
-                x[row : row + count * longest].unflatten(0, (count, longest)).transpose(1, 2) for x in (q, k, v)
-            )
+        parts = (x.split([count * longest for count, longest in self.shapes]) for x in (q, k, v))
+        for (count, longest), *rows_qkv in zip(self.shapes, *parts, strict=True):
+            q_BHLD, k_BKLD, v_BKLD = (x.unflatten(0, (count, longest)).transpose(1, 2) for x in rows_qkv)
             mask = None
             if sliding_window is not None and sliding_window < longest:
                 mask = self._mask(longest, sliding_window)
             attended = attention(q_BHLD, k_BKLD, v_BKLD, mask, scaling, softcap)
             out.append(attended.transpose(1, 2).flatten(0, 1))
-            row += count * longest
         rows = out[0] if len(out) == 1 else torch.cat(out)
-        return (_Collect.apply(rows, self._back) if self._moved else rows).unsqueeze(0)
+        return (CollectRows.apply(rows, self._back) if self._moved else rows).unsqueeze(0)
 
     def _spread(self, rows: Tensor) -> Tensor:
-        return _Spread.apply(rows, self._to, self._back) if self._moved else rows
+        return SpreadRows.apply(rows, self._to, self._back) if self._moved else rows
 
     def _mask(self, longest: int, window: int) -> Tensor:
         """bool [L, L]: key j is seen by query i where 0 <= i - j < window."""

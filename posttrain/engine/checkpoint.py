@@ -22,6 +22,7 @@ from posttrain.engine import attention
 from posttrain.engine.adopt import WANTED, implementation
 from posttrain.engine.folder import examine
 from posttrain.engine.locate import locate
+from posttrain.engine.state_kinds import keeps_state
 from posttrain.engine.vocabulary import quiet
 
 
@@ -81,6 +82,7 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
             f"{where} is an encoder-decoder ({config.model_type}): posttrain trains decoder-only causal LMs. Use one"
             " (Qwen, Llama, Gemma, GPT-2, ...)"
         )
+    keeps_state(config.to_dict())
     return config
 
 
@@ -135,6 +137,11 @@ def _weights(
         raise DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})") from error
     except Exception as error:
         raise _unreadable(where, error) from error
+    if getattr(module, "_hf_peft_config_loaded", False):
+        raise DataError(
+            f"{where}: a PEFT adapter lies beside the model, and transformers has loaded it too. Download the adapter"
+            " into a directory of its own and give that, or merge it first"
+        )
     if missing := sorted(info["missing_keys"]):
         raise DataError(
             f"{where}: {len(missing)} tensors of {type(module).__name__} are not in its weights and would be random: "

@@ -117,10 +117,17 @@ class Endpoint:
         return await self.call("GET", path, None, patience=patience)
 
     async def post(
-        self, path: str, body: Mapping[str, Any] | None = None, *, again: bool = True, patience: Patience | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        again: bool = True,
+        patience: Patience | None = None,
+        plain: bool = False,
     ) -> Any:
-        """The JSON answer to `body`. Use `again=False` for a call that changes the server and must not be repeated."""
-        return await self.call("POST", path, body, again=again, patience=patience)
+        """The JSON answer to `body`. Use `again=False` for a call that changes the server and must not be repeated, and
+        `plain` where the answer is a plain text."""
+        return await self.call("POST", path, body, again=again, patience=patience, plain=plain)
 
     async def call(
         self,
@@ -130,6 +137,7 @@ class Endpoint:
         *,
         again: bool = True,
         patience: Patience | None = None,
+        plain: bool = False,
     ) -> Any:
         """One request and its JSON answer. Temporary failures are tried again.
 
@@ -143,7 +151,7 @@ class Endpoint:
         async with self._places:
             while True:
                 try:
-                    return await self._once(client, method, path, body, patience)
+                    return await self._once(client, method, path, body, patience, plain)
                 except _TransientError as error:
                     failed += 1
                     if not again or failed >= patience.tries:
@@ -156,7 +164,13 @@ class Endpoint:
                 await asyncio.sleep(pause)
 
     async def _once(
-        self, client: httpx2.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None, patience: Patience
+        self,
+        client: httpx2.AsyncClient,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        patience: Patience,
+        plain: bool,
     ) -> Any:
         limits = httpx2.Timeout(None, connect=patience.connect)
         try:
@@ -184,6 +198,8 @@ class Endpoint:
             )
         if not said.body:
             return None
+        if plain:
+            return said.body.decode("utf-8", errors="replace")
         try:
             return said.json()
         except ValueError as error:

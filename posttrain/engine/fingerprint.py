@@ -7,7 +7,7 @@ summation do not matter.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -28,8 +28,13 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     One changed word always changes the digest, because its weight is odd and so invertible modulo 2**64. Swapped,
     shifted or stale words change it with a probability above 1 - 2**-32.
     """
+    return digest_of(fingerprints(tensors))
+
+
+def digest_of(found: Mapping[str, str]) -> str:
+    """The fingerprint of tensors, from their digests by name."""
     whole = hashlib.blake2b(digest_size=16)
-    for name, digest in sorted(fingerprints(tensors).items()):
+    for name, digest in sorted(found.items()):
         whole.update(f"{name}\x1f{digest}\x1e".encode())
     return whole.hexdigest()
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from posttrain.core import foreign
 from posttrain.core.errors import DataError
+from posttrain.engine.state_kinds import keeps_state
 
 READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
 """Endings of the files that are read from a model directory."""
@@ -61,6 +62,12 @@ def check_layers(folder: Path) -> None:
                 raise DataError(
                     f"{file}: {name}={value:,}, and {have}. The config belongs to another model, or is damaged"
                 )
+
+
+def check_state(folder: Path) -> None:
+    """EngineError where config.json names an architecture with a recurrent state that cannot be trained."""
+    file = folder / "config.json"
+    keeps_state(foreign.parse_object(foreign.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError))
 
 
 def _tensors(folder: Path) -> float:

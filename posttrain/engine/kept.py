@@ -8,34 +8,62 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from posttrain.core import foreign
 from posttrain.core.errors import DataError
 from posttrain.core.run import Model
 from posttrain.engine import attention
+from posttrain.engine.adapter import base_tensors
 from posttrain.engine.adopt import implementation
 from posttrain.engine.checkpoint import read_tokenizer
-from posttrain.engine.models import Policy, named_tensors, prepared, resolve_stops
+from posttrain.engine.models import Policy, named_tensors, prepared, with_adapter
+from posttrain.engine.quantise import quantise
+from posttrain.engine.stops import resolve_stops
 from posttrain.engine.vocabulary import quiet
 
 GENERATION = "generation_config.json"
+BASE = "base.safetensors"
+"""The frozen weights beneath an adapter, where nothing outside the folder holds them."""
 
 
-def write_config(policy: Policy, folder: Path) -> None:
-    """Write configuration and generation config."""
+def write_config(policy: Policy, folder: Path, base: bool = False) -> None:
+    """Write configuration and generation config, and with `base` the frozen weights beneath the adapter."""
     policy.module.config.save_pretrained(folder)
     if policy.module.generation_config is not None:
         policy.module.generation_config.to_json_file(folder / GENERATION)
+    if base:
+        held = base_tensors(policy.module)
+        save_file({n: t.detach().contiguous() for n, t in held.items()}, folder / BASE)
+
+
+def _load_base(module: PreTrainedModel, path: Path) -> None:
+    """Copy the kept base into the module. DataError where it is missing, damaged, or another model's."""
+    try:
+        with foreign.opened(path, DataError):
+            pass
+        found = load_file(path)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"{path} is damaged ({error}). Copy the whole folder again") from error
+    own = dict(named_tensors(module))
+    if set(found) != set(own) or any(found[n].shape != own[n].shape or found[n].dtype != own[n].dtype for n in own):
+        raise DataError(f"{path} holds the weights of another model. Copy the whole folder again")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(found[name])
 
 
 def kept(
     model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | None, most: int | None = None
 ) -> Policy:
-    """The policy of a run folder. Its parameters are not loaded yet. No code of the model's own is run,
+    """The policy of a run folder. The parameters that train are not loaded yet. No code of the model's own is run,
     whatever its files contain.
 
     Args:
+        model: with `model.lora`, the kept base is loaded and a new adapter is attached.
         stop_ids: the ids that the run recorded; None: they are resolved again.
         most: see `load_policy`.
 
@@ -69,4 +97,9 @@ def kept(
             f"{config}: checkpoints of a run hold no buffers, and this model keeps some: {', '.join(buffers[:3])}"
         )
     stops = tuple(stop_ids) if stop_ids else resolve_stops(words, module.generation_config)
-    return prepared(model, module, words, stops, f"kept in {config.parent}", [], most)
+    if model.lora is not None:
+        if model.quantize is not None:
+            quantise(module, model.quantize)
+        _load_base(module, config / BASE)
+    policy = prepared(model, module, words, stops, f"kept in {config.parent}", [], most)
+    return with_adapter(policy, model, 0)

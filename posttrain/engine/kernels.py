@@ -18,8 +18,8 @@ from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
 
 FORMS = ("compiled", "torch", "reference")
-"""In order of preference. compiled: code that this machine's C compiler builds. torch: torch's fast operations.
-reference: the plain definition."""
+"""In order of preference. compiled: code that is compiled on this machine, by its C compiler or by Triton. torch:
+torch's fast operations. reference: the plain definition."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

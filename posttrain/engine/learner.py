@@ -5,29 +5,38 @@ Axis letters: N packed positions, M spoken tokens, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from posttrain.core.batch import Packed
+from posttrain.core.batch import Batch, Packed
 from posttrain.core.engines import KernelChoice
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.run import Checkpointing
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
+from posttrain.core.streams import MU
 from posttrain.core.types import Top
-from posttrain.engine import attention
-from posttrain.engine.attention import PackedLayout
-from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.activations import keep_less, kept_on_the_cpu
+from posttrain.engine.adapter import TrialOfAdapter
+from posttrain.engine.compiled import warmed_up
+from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
-from posttrain.engine.models import Policy, named_tensors
+from posttrain.engine.models import Policy, named_tensors, served_tensors
+from posttrain.engine.quantise import make_float
 from posttrain.engine.readout import read_out
+from posttrain.engine.sharing import Sharing
+from posttrain.engine.stateful import Alone, is_stateful
 from posttrain.engine.transform import logit_dtype
+from posttrain.engine.wide_head import prove_logprobs
 
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""
@@ -41,28 +50,27 @@ class HFLearner:
     optimizer step changes both.
 
     Args:
-        gradient_checkpointing: recompute each layer in the backward instead of keeping its activations.
+        gradient_checkpointing: which activations the backward computes again instead of keeping them (`activations`).
+        offload_activations: keep activations in the memory of the CPU until the backward.
+        sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
+            (`embedded.replay`). Log-probs get these values then, and keep their own gradients.
     """
 
-    def __init__(self, policy: Policy, *, gradient_checkpointing: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        gradient_checkpointing: Checkpointing = "none",
+        offload_activations: bool = False,
+        sampled: Callable[[Packed], Tensor] | None = None,
+    ) -> None:
         self.policy = policy
+        self._sampled = sampled
         self.value_head = _zero_head(policy)
+        self._frozen: dict[str, str] | None = None
         self._reader = _PackedReader(policy)
-        if gradient_checkpointing:
-            if not hasattr(policy.module, "activation_checkpointing_enable"):
-                raise ConfigError(
-                    f"model.gradient_checkpointing=true needs transformers >= 5.23, and {transformers.__version__} is"
-                    " installed. Set it to false, or install a newer one (vLLM 0.32 asks for an older one: sample with"
-                    " another engine, or with a vLLM server)"
-                )
-            try:
-                policy.module.activation_checkpointing_enable()
-                attention.keep_layout_in_recomputation(policy.module)
-            except ValueError as error:
-                raise ConfigError(
-                    f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to"
-                    " false and lower micro_tokens"
-                ) from error
+        self._offload = offload_activations
+        keep_less(policy.module, gradient_checkpointing)
 
     def forward(
         self,
@@ -74,15 +82,23 @@ class HFLearner:
         head_only: bool = False,
     ) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
-        hidden = self._reader.hidden(packed)
+        before = self._reader.computed
+        with kept_on_the_cpu() if self._offload else nullcontext():
+            hidden = self._reader.hidden(packed)
         logp, spread = self._reader.head(packed, hidden, entropy)
+        if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
+            logp = logp - logp.detach() + self._sampled(packed)  # 0 + x is x
         candidates = (
             None
             if candidates_MK is None
             else self._reader.candidates(packed, hidden, _to(candidates_MK, hidden.device))
         )
         return TokenScores(
-            logp, spread, self._values(hidden.detach() if head_only else hidden) if value else None, candidates
+            logp,
+            spread,
+            self._values(hidden.detach() if head_only else hidden) if value else None,
+            candidates,
+            self._reader.computed - before,
         )
 
     def entropy(self, packed: Packed) -> np.ndarray:
@@ -99,7 +115,34 @@ class HFLearner:
 
     def score(self, packed: Packed) -> np.ndarray:
         """float32 [M] log-probs under `packed.sampling`, without gradient."""
-        return self._reader.score(packed)
+        return self._reader.score(packed) if self._sampled is None else self._sampled(packed).cpu().numpy()
+
+    def price(self, packed: Packed) -> float | None:
+        """How many times as long as a packed pass the sampler's own pass takes; None where there is none."""
+        if self._sampled is None:
+            return None
+        seconds: list[float] = []
+        for score in (self._reader.score, self.score):
+            begun = time.perf_counter()
+            score(packed)
+            seconds.append(time.perf_counter() - begun)
+        return seconds[1] / seconds[0]
+
+    def compile(self, packed: Packed) -> str:
+        """Compile the layers, compare them on these tokens, and return a line for people; see `compiled`."""
+        if is_stateful(self.policy.module):
+            raise ConfigError("model.compile=true is not offered for models with a recurrent state. Set it to false")
+
+        def measure() -> tuple[Tensor, dict[str, Tensor]]:
+            self.train_mode(True)
+            trained = {n: p for n, p in self.parameters().items() if not n.startswith("value_head.")}
+            logp = self._reader.head(packed, self._reader.hidden(packed), False)[0]
+            found = torch.autograd.grad(logp.sum(), list(trained.values()), allow_unused=True)
+            self.train_mode(False)
+            self._reader.score(packed)
+            return logp.detach(), {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+
+        return warmed_up(self._reader.out, measure)
 
     def value(self, packed: Packed) -> np.ndarray:
         """float32 [M] estimates before each spoken token, without gradient."""
@@ -114,8 +157,11 @@ class HFLearner:
         """float64 [M] log-probs by a float64 copy of the weights; None beyond `MAX_EXACT_PARAMETERS` parameters."""
         if sum(tensor.numel() for _, tensor in named_tensors(self.policy.module)) > MAX_EXACT_PARAMETERS:
             return None
-        copy = self.policy.clone()
+        copy = replace(self.policy.clone(), share_prefixes=False)
+        make_float(copy.module, torch.float64)
         copy.module.double().eval()
+        if isinstance(copy.module, PreTrainedModel) and hasattr(copy.module.config, "_experts_implementation"):
+            copy.module.set_experts_implementation("eager")  # others have no float64
         return _PackedReader(copy).score(packed, torch.float64)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -125,13 +171,31 @@ class HFLearner:
         return policy | {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
 
     def shards(self) -> Iterator[Shard]:
-        """The policy's weights under their state-dict names. Each tied tensor comes once, and each
-        tensor is one whole shard."""
-        return (Shard.of(name, tensor.detach()) for name, tensor in named_tensors(self.policy.module))
+        """The policy's weights under their state-dict names, or those of its adapter alone where it has one. Each tied
+        tensor comes once, and each tensor is one whole shard."""
+        return (Shard.of(name, tensor.detach()) for name, tensor in served_tensors(self.policy.module))
 
     def fingerprint(self) -> str:
-        """Exact digest of the weights under those names."""
-        return fingerprint(named_tensors(self.policy.module))
+        """Exact digest of the weights under their state-dict names.
+
+        Raises:
+            InvariantError: a frozen weight has other bits than at the first call.
+        """
+        tensors = dict(named_tensors(self.policy.module))
+        found = fingerprints(tensors.items())
+        frozen = {n: found[n] for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+        self._frozen = frozen if self._frozen is None else self._frozen
+        if moved := [n for n, digest in frozen.items() if self._frozen.get(n, digest) != digest]:
+            raise InvariantError(
+                f"{len(moved)} frozen weights have changed, such as {moved[0]!r}: something writes into the weights"
+                " beneath the adapter, such as a merge in place. Nothing trained after this could be trusted; go on"
+                " from the last checkpoint"
+            )
+        return digest_of(found)
+
+    def adapter(self) -> TrialOfAdapter | None:
+        """What shows that a sampler computes with the adapter; None where all weights train."""
+        return None if self.policy.lora is None else TrialOfAdapter(self.policy.module, self)
 
     def train_mode(self, on: bool) -> None:
         """Switch training mode. Activations are checkpointed only while it is on. It adds no noise, because noise was
@@ -144,14 +208,15 @@ class HFLearner:
 
 
 class FrozenScorer:
-    """A reference: a copy of a policy's weights as they are now. Nothing changes them.
+    """A reference: a copy of a policy's weights as they are now. Nothing changes them. Weights that never train are
+    shared with the policy.
 
     `digest` is the fingerprint at construction. A canary compares it with `fingerprint()` as long
     as the scorer is used.
     """
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy.clone()
+        self.policy = policy.twin()
         self.policy.module.requires_grad_(False).eval()
         self._reader = _PackedReader(self.policy)
         self.digest = self.fingerprint()
@@ -183,7 +248,18 @@ class _PackedReader:
         self.module = policy.module
         self.context = policy.context
         self.kernels: KernelChoice = policy.kernels
+        self._proved = False
         self.out = read_out(policy.module)
+        self._rows = (
+            Alone(self.out, policy.kernels)
+            if is_stateful(policy.module)
+            else Sharing(self.out, policy.kernels, policy.share_prefixes)
+        )
+
+    @property
+    def computed(self) -> int:
+        """Positions computed so far."""
+        return self._rows.computed
 
     def hidden(self, packed: Packed) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token.
@@ -197,15 +273,14 @@ class _PackedReader:
                 f"a segment of {longest} tokens in a context of {self.context}: raise model.context, or shorten prompts"
                 " and sampling.max_tokens"
             )
-        device = self.out.weight.device
-        ids, positions, source = (_to(x, device) for x in (packed.ids_N, packed.positions_N, packed.source_M))
-        return _SelectRows.apply(
-            self.out.hidden(ids, positions, PackedLayout(packed.lengths_S, kernels=self.kernels)), source
-        )
+        return self._rows.hidden(packed)
 
     def head(self, packed: Packed, hidden: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-prob, entropy or None) [M] each."""
         out = self.out
+        if not self._proved and out.weight.dtype.itemsize < 4:
+            prove_logprobs(out, hidden, self.kernels)
+            self._proved = True
         return logprobs(
             hidden,
             out.weight,
@@ -273,23 +348,6 @@ class _PackedReader:
             "softcap": out.softcap,
             "scale": out.scale,
         }
-
-
-class _SelectRows(torch.autograd.Function):
-    """Select rows [N, H] at distinct positions [M]. Each row is read at most once, so the backward
-    writes instead of adding."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, at: Tensor) -> Tensor:
-        ctx.save_for_backward(at)
-        ctx.rows = rows.shape[0]
-        return rows.index_select(0, at)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (at,) = ctx.saved_tensors
-        grad = grads[0]
-        return grad.new_zeros(ctx.rows, grad.shape[1]).index_copy_(0, at, grad), None
 
 
 def _zero_head(policy: Policy) -> nn.Linear:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from posttrain.core.certificate import verify_certificate
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.engine.folder import check_layers, examine
+from posttrain.engine.folder import check_layers, check_state, examine
+from posttrain.engine.saved_adapter import saved_adapter
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -23,7 +25,7 @@ PATIENCE = 5.0
 
 
 def check_source(setting: str, path: str) -> None:
-    """ConfigError or DataError where no model can be read from there.
+    """ConfigError or DataError where no model can be read from there, or where it is not what its certificate says.
 
     A hub id that is not in the cache is asked for once, with a limit of time. The libraries that load the model would
     try for half a minute.
@@ -33,7 +35,11 @@ def check_source(setting: str, path: str) -> None:
             also be a run folder.
     """
     what = _named(setting, path)
-    if Path(locate(path, setting)).is_absolute():
+    where = Path(locate(path, setting))
+    for folder in dict.fromkeys((Path(path).expanduser().resolve(), where)):
+        if folder.is_dir():
+            verify_certificate(folder)
+    if where.is_absolute():
         return
     import huggingface_hub as hub
     from huggingface_hub import errors
@@ -73,7 +79,10 @@ def _first(error: BaseException) -> str:
 
 
 def locate(path: str, setting: str = "model.path") -> str:
-    """The directory as an absolute path, or the hub id."""
+    """The directory as an absolute path, or the hub id. Of a PEFT adapter, those of the model beneath it."""
+    saved = saved_adapter(path)
+    if saved is not None and saved_adapter(saved.base) is None:
+        return locate(saved.base, f"{setting}={path} base_model_name_or_path")
     folder, what = Path(path).expanduser(), _named(setting, path)
     if folder.is_dir():
         has = {f.name for f in folder.iterdir()}
@@ -87,7 +96,8 @@ def locate(path: str, setting: str = "model.path") -> str:
             adapter = ""
             if "adapter_config.json" in has:
                 adapter = (
-                    " It holds a PEFT adapter: merge it into its base model first (merge_and_unload, save_pretrained)."
+                    " It holds a PEFT adapter over another adapter: merge that one first (merge_and_unload,"
+                    " save_pretrained)."
                 )
             raise DataError(
                 f"{what}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the"
@@ -100,6 +110,7 @@ def locate(path: str, setting: str = "model.path") -> str:
             )
         examine(folder)
         check_layers(folder)
+        check_state(folder)
         return str(folder.resolve())
     if folder.is_file():
         raise ConfigError(f"{what} is a file: give the directory that holds config.json, the weights and the tokenizer")

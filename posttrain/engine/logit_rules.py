@@ -10,7 +10,8 @@ laws test that both agree.
 The past ids of a position are stored as ragged lists: a penalised id costs one entry, not a row of the vocabulary. With
 D distinct ids before a position, work and memory are D per token, one chunk at a time.
 
-Axis letters: N packed positions, M spoken tokens, S segments, V vocabulary, C tokens of one chunk, U listed ids.
+Axis letters: N packed positions, M spoken tokens, S segments, V vocabulary, C tokens and B ids of one tile, U
+listed ids.
 """
 
 from __future__ import annotations
@@ -38,14 +39,20 @@ class Ragged:
         self._before = np.append(0, np.cumsum(count_M, dtype=np.int64))
         self._ids, self._count = _to(ids, device), _to(count_M, device)
         self._shift = _to(start_M - self._before[:-1], device)
+        self._last = int(ids.max(initial=-1))
 
-    def places(self, a: int, b: int, vocabulary: int) -> Tensor:
-        """int64: places of the ids of tokens a..b in a matrix [b - a, V], numbered row by row. They are distinct if
-        the ids of each run are."""
+    def places(self, a: int, b: int, width: int, first_id: int = 0) -> Tensor:
+        """int64: places of the ids of tokens a..b in a matrix [b - a, width] whose columns are the ids from `first_id`
+        on, numbered row by row. Ids that have no column are left out. The places are distinct if the ids of each run
+        are."""
         first, last = int(self._before[a]), int(self._before[b])
         rows = torch.arange(a, b, device=self._ids.device).repeat_interleave(self._count[a:b], output_size=last - first)
         which = torch.arange(first, last, device=self._ids.device) + self._shift[rows]
-        return (rows - a) * vocabulary + self._ids[which]
+        rows, ids = rows - a, self._ids[which] - first_id
+        if first_id or self._last >= width:
+            inside = (ids >= 0) & (ids < width)
+            rows, ids = rows[inside], ids[inside]
+        return rows * width + ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,25 +100,28 @@ class LogitRules:
         never = None if never_V is None else torch.from_numpy(never_V).to(device)
         return LogitRules(ids, bias, s.repetition_penalty, seen, never, now)
 
-    def adjust(self, z: Tensor, at: int) -> tuple[Tensor, Tensor] | None:
-        """Apply the rules, in place, to the logits [C, V] of tokens at..at + C; differentiable.
+    def adjust(self, z: Tensor, at: int, first: int = 0) -> tuple[Tensor, Tensor] | None:
+        """Apply the rules, in place, to the logits [C, B] of tokens at..at + C and ids first..first + B.
+        Differentiable.
 
         Returns (places, slope) of the penalised logits: the slope is the derivative of the result with respect to the
         logit before. It is 1 everywhere else, and has no effect where a token is banned.
         """
-        flat, to = z.view(-1), at + z.shape[0]
+        flat, to, width = z.view(-1), at + z.shape[0], z.shape[1]
         if self.bias_ids is not None and self.bias is not None:
-            z.index_add_(1, self.bias_ids, self.bias.to(z.dtype).expand(len(z), -1))
+            inside = (self.bias_ids >= first) & (self.bias_ids < first + width)
+            ids, bias = self.bias_ids[inside] - first, self.bias[inside]
+            z.index_add_(1, ids, bias.to(z.dtype).expand(len(z), -1))
         penalised = None
         if self.seen is not None:
-            places = self.seen.places(at, to, z.shape[1])
+            places = self.seen.places(at, to, width, first)
             old, p = flat[places], self.penalty
             flat.index_copy_(0, places, torch.where(old < 0, old * p, old / p))
             penalised = places, torch.full_like(old, 1 / p).masked_fill_(old.detach() < 0, p)
         if self.never_V is not None:
-            z.masked_fill_(self.never_V, INF)
+            z.masked_fill_(self.never_V[first : first + width], INF)
         if self.now is not None:
-            flat.index_fill_(0, self.now.places(at, to, z.shape[1]), INF)
+            flat.index_fill_(0, self.now.places(at, to, width, first), INF)
         return penalised
 
 

@@ -1,22 +1,23 @@
-"""The one head: hidden states to (log-prob, entropy). It works in chunks, forward and backward, so that no matrix
-[tokens, vocabulary] exists at once.
+"""The one head: hidden states to (log-prob, entropy). It works in tiles, some tokens and one block of the vocabulary,
+forward and backward. So no matrix [tokens, vocabulary] exists at once, and beyond the weight and its gradient no memory
+grows with the vocabulary. Weights of less than float32 are converted block by block.
 
 Every loss differentiates the policy through this head. The log-prob is that of the distribution that was sampled from.
 It applies the architecture's scale and soft-cap first. Then it applies the contract (`core.sampling`): its rules, the
 temperature, and the kept token set, renormalised.
 
-Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens of one chunk.
+Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens and B ids of one tile, K named ids of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import InvariantError
@@ -25,13 +26,18 @@ from posttrain.core.types import Kept
 from posttrain.engine import plain
 from posttrain.engine.kernels import Kernel, add_forms, kernel
 from posttrain.engine.logit_rules import LogitRules
+from posttrain.engine.tiles import TORCH, Blocks, RunningSoftmax, TileForm, each, normalised, within
 from posttrain.engine.transform import KeptMask, KeptSets, LogitSlope, LogitTransform, logit_dtype
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "accelerator": 1 << 27}
-"""Logits (C * V) of one chunk on each kind of device. 8 MiB of float32 stay near a CPU's caches; 512 MiB fill a GPU."""
+"""Logits (C * V) of one tile on each kind of device. 8 MiB of float32 stay near a CPU's caches; 512 MiB fill a GPU."""
 CHUNK_ROWS = 128
-"""Fewest tokens of a chunk, whatever the vocabulary. With fewer, reading the whole weight of the head
-costs too much per token."""
+"""Fewest tokens of a tile. With fewer, reading the weight of the head costs too much per token."""
+CHUNK_IDS = 16384
+"""A vocabulary of at most so many ids is one block."""
+TILE = {"cpu": (256, 4096), "accelerator": (8192, 16384)}
+"""Tokens, and most ids, of a tile where the vocabulary is several blocks. On a CPU with 1 MiB of second-level cache,
+tiles of 4 MiB were the fastest at 151,936 ids."""
 
 
 def logprobs(
@@ -47,6 +53,7 @@ def logprobs(
     scale: float = 1.0,
     want_entropy: bool = False,
     chunk: int | None = None,
+    block: int | None = None,
     kernels: KernelChoice = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target, and the entropy of the distribution it was drawn from. Both [M], in `logit_dtype`.
@@ -55,7 +62,9 @@ def logprobs(
         hidden: [M, H]. weight: [V, H]. bias: [V]. targets: [M] integer ids.
         sampling: the contract the tokens were drawn under; greedy is refused.
         kept: one set per token, exactly where `sampling.truncated`. rules: exactly where `sampling.rules`.
-        chunk: tokens of one chunk; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`.
+        chunk: tokens of one tile; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`; of a large
+            vocabulary those of `TILE`.
+        block: ids of one tile; None: all, or of a large vocabulary equal blocks as `TILE` has them.
 
     With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H). The
     chain rule then multiplies by the derivative of each step that made z: the temperature, a repetition penalty (its
@@ -75,9 +84,8 @@ def logprobs(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptSets(kept, targets)
     )
     form = kernel("head", hidden.device, logit_dtype(weight.dtype), kernels)
-    logp, entropy = form.function(
-        hidden, weight, bias, targets.long(), transform, want_entropy, chunk or _rows(hidden, weight)
-    )
+    tile = chunk or _rows(hidden, weight), block or _ids(weight)
+    logp, entropy = form.function(hidden, weight, bias, targets.long(), transform, want_entropy, tile)
     return logp, entropy if want_entropy else None
 
 
@@ -93,24 +101,14 @@ def candidates(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable. The backward computes each chunk's
+    """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable. The backward computes each tile's
     logits again. A token of probability 0 gets the lowest finite number of the dtype."""
-    dtype = logit_dtype(weight.dtype)
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
-    low = torch.finfo(dtype).min
-
-    def some(h: Tensor, ids: Tensor, at: int) -> Tensor:
-        z = transform.scores(h.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), at)
-        return (z.gather(1, ids) - torch.logsumexp(z, 1, keepdim=True)).clamp_min(low)
-
-    rows = _rows(hidden, weight)
-    parts = [
-        checkpoint(some, hidden[a : a + rows], ids_MK[a : a + rows], a, use_reentrant=False)
-        for a in range(0, len(hidden), rows)
-    ]
-    return torch.cat([hidden.new_zeros((0, ids_MK.shape[1]), dtype=dtype), *parts])
+    tile = _rows(hidden, weight), _ids(weight)
+    logp, _ = _Head.apply(hidden, weight, bias, ids_MK.long(), transform, False, tile, TORCH)
+    return logp.clamp_min(torch.finfo(logp.dtype).min)
 
 
 @torch.no_grad()
@@ -128,19 +126,24 @@ def most_probable(
 ) -> Any:
     """(values, indices) [M, K] of the most probable tokens, in descending order of log-prob. k = 0
     takes the whole vocabulary."""
-    dtype = logit_dtype(weight.dtype)
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
-    w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-    k, rows = k or weight.shape[0], _rows(hidden, weight)
+    single = _ids(weight) == weight.shape[0]
+    k = k or weight.shape[0]
     values: list[Tensor] = []
     indices: list[Tensor] = []
-    for at in range(0, len(hidden), rows):
-        z = transform.scores(hidden[at : at + rows].to(dtype), w, b, at)
-        best = torch.log_softmax(z, 1).topk(min(k, z.shape[1]), 1)
-        values.append(best.values.clamp_min(torch.finfo(dtype).min))
-        indices.append(best.indices)
+    for _, blocks in _scored(hidden, weight, bias, transform):
+        best, which = list[Tensor](), list[Tensor]()
+        for first, logp in normalised(blocks, torch.log_softmax, single)():
+            found = logp.topk(min(k, logp.shape[1]), 1)
+            best.append(found.values)
+            which.append(found.indices + first)
+            if len(best) > 1:
+                both = torch.cat(best, 1).topk(min(k, best[0].shape[1] + best[1].shape[1]), 1)
+                best, which = [both.values], [torch.cat(which, 1).gather(1, both.indices)]
+        values.append(best[0].clamp_min(torch.finfo(best[0].dtype).min))
+        indices.append(which[0])
     return torch.return_types.topk((torch.cat(values), torch.cat(indices)))
 
 
@@ -158,16 +161,18 @@ def energies(
     scale: float = 1.0,
 ) -> Tensor:
     """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract. z is the input of the softmax."""
-    dtype = logit_dtype(weight.dtype)
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
-    w, b, rows = weight.to(dtype), None if bias is None else bias.to(dtype), _rows(hidden, weight)
-    out = [hidden.new_zeros(0, dtype=dtype)]
-    for at in range(0, len(hidden), rows):
-        p = torch.softmax(transform.scores(hidden[at : at + rows].to(dtype), w, b, at), 1)
-        p.scatter_add_(1, targets[at : at + rows, None].long(), p.new_full((len(p), 1), -1.0))
-        out.append(torch.linalg.vecdot(p, p))
+    single = _ids(weight) == weight.shape[0]
+    out = [hidden.new_zeros(0, dtype=logit_dtype(weight.dtype))]
+    for rows, blocks in _scored(hidden, weight, bias, transform):
+        energy = hidden.new_zeros(rows.stop - rows.start, dtype=logit_dtype(weight.dtype))
+        for first, p in normalised(blocks, torch.softmax, single)():
+            place, inside = within(targets[rows, None].long() - first, p.shape[1])
+            p.scatter_add_(1, place, -inside.to(p.dtype))
+            energy += torch.linalg.vecdot(p, p)
+        out.append(energy)
     return torch.cat(out)
 
 
@@ -188,37 +193,87 @@ def odds(
     """Where each target lies in the distribution p it was drawn from. Returns four float64 tensors: the mass of the ids
     below it [M], the mass of the ids up to and with it [M], and for each q proportional to p^(1 / temperature) its log
     q - log p [M, K] and the total variation between q and p [M, K]."""
-    dtype = logit_dtype(weight.dtype)
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
-    w, b, rows = weight.to(dtype), None if bias is None else bias.to(dtype), _rows(hidden, weight)
-    ids = torch.arange(weight.shape[0], device=weight.device)
+    single = _ids(weight) == weight.shape[0]
     none = hidden.new_zeros((0, len(temperatures)), dtype=torch.float64)
     out = [[none.new_zeros(0)], [none.new_zeros(0)], [none], [none]]
-    for at in range(0, len(hidden), rows):
-        logp = torch.log_softmax(transform.scores(hidden[at : at + rows].to(dtype), w, b, at).double(), 1)
-        target = targets[at : at + rows, None].long()
-        p, said = logp.exp(), logp.gather(1, target)[:, 0]
-        below = torch.where(ids < target, p, 0.0).sum(1)
-        ratios, apart = p.new_zeros(len(p), len(temperatures)), p.new_zeros(len(p), len(temperatures))
+    for rows, blocks in _scored(hidden, weight, bias, transform):
+        target = targets[rows, None].long()
+        logps = normalised(each(blocks, torch.Tensor.double), torch.log_softmax, single)
+        below, said = none.new_zeros(len(target)), none.new_zeros(len(target))
+        for first, logp in logps():
+            ids = torch.arange(first, first + logp.shape[1], device=logp.device)
+            below += torch.where(ids < target, logp.exp(), 0.0).sum(1)
+            said += _picked(logp, target - first)[:, 0]
+        ratios, apart = none.new_zeros(len(target), len(temperatures)), none.new_zeros(len(target), len(temperatures))
         for k, t in enumerate(temperatures):
-            q = torch.log_softmax(logp / t, 1)
-            ratios[:, k], apart[:, k] = q.gather(1, target)[:, 0] - said, 0.5 * (q.exp() - p).abs().sum(1)
+            flatter = normalised(each(logps, lambda logp, t=t: logp / t), torch.log_softmax, single)
+            for (first, q), (_, logp) in zip(flatter(), logps(), strict=True):
+                ratios[:, k] += _picked(q, target - first)[:, 0]
+                apart[:, k] += 0.5 * (q.exp() - logp.exp()).abs().sum(1)
+        ratios -= said[:, None]
         for part, x in zip(out, (below, below + said.exp(), ratios, apart), strict=True):
             part.append(x)
     below, upto, ratio, apart = (torch.cat(part) for part in out)
     return below, upto, ratio, apart
 
 
+# --- tiles ------------------------------------------------------------------------------------------------------------
+
+
+def _ids(weight: Tensor) -> int:
+    """Ids of one block: the vocabulary in equal parts."""
+    vocabulary = weight.shape[0]
+    if vocabulary <= CHUNK_IDS:
+        return vocabulary
+    return -(-vocabulary // -(-vocabulary // min(CHUNK_IDS, TILE[_kind(weight)][1])))
+
+
 def _rows(hidden: Tensor, weight: Tensor) -> int:
-    """Tokens of one chunk."""
-    return max(CHUNK_ROWS, CHUNK_ELEMENTS["cpu" if hidden.device.type == "cpu" else "accelerator"] // weight.shape[0])
+    """Tokens of one tile."""
+    if weight.shape[0] > CHUNK_IDS:
+        return TILE[_kind(weight)][0]
+    return max(CHUNK_ROWS, CHUNK_ELEMENTS[_kind(weight)] // weight.shape[0])
+
+
+def _kind(weight: Tensor) -> str:
+    return "cpu" if weight.device.type == "cpu" else "accelerator"
+
+
+def _scored(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
+) -> Iterator[tuple[slice, Blocks]]:
+    """The scores z of each chunk of tokens, forward only."""
+    dtype, vocabulary, width = logit_dtype(weight.dtype), weight.shape[0], _ids(weight)
+    for at in range(0, len(hidden), rows := _rows(hidden, weight)):
+        chunk = slice(at, min(at + rows, len(hidden)))
+
+        def blocks(chunk: slice = chunk) -> Iterator[tuple[int, Tensor]]:
+            h = hidden[chunk].to(dtype)
+            for first in range(0, vocabulary, width):
+                w, b = _block(weight, bias, first, width, dtype)
+                yield first, transform.scores(h, w, b, chunk.start, None, first)
+
+        yield chunk, blocks
+
+
+def _block(
+    weight: Tensor, bias: Tensor | None, first: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    return weight[first : first + width].to(dtype), None if bias is None else bias[first : first + width].to(dtype)
+
+
+def _picked(x: Tensor, named: Tensor) -> Tensor:
+    """[C, K]: the numbers of the named ids in a block [C, B]; 0 for an id outside of it."""
+    place, inside = within(named, x.shape[1])
+    return x.gather(1, place).masked_fill_(~inside, 0)
 
 
 class _Head(torch.autograd.Function):
-    """The head's autograd function. It saves its inputs and the normaliser [M], and the backward
-    recomputes each chunk's logits."""
+    """The head's autograd function. It saves its inputs, the normaliser and the entropy [M], and the backward
+    recomputes each tile's logits. The outer loop is over the vocabulary, so a block of the weight is converted once."""
 
     @staticmethod
     def forward(
@@ -226,87 +281,103 @@ class _Head(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
+        named: Tensor,
         transform: LogitTransform,
         want_entropy: bool,
-        chunk: int,
+        tile: tuple[int, int],
+        form: TileForm,
     ) -> tuple[Tensor, Tensor]:
-        dtype = logit_dtype(weight.dtype)
-        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-        count = hidden.shape[0]
-        logp = torch.empty(count, dtype=dtype, device=hidden.device)
-        norm = torch.empty_like(logp)
-        entropy = torch.empty_like(logp) if want_entropy else logp.new_empty(0)
-        for at in range(0, count, chunk):
-            to = min(at + chunk, count)
-            z = transform.scores(hidden[at:to].to(dtype), w, b, at)
-            norm[at:to] = torch.logsumexp(z, 1)
-            logp[at:to] = z.gather(1, targets[at:to, None])[:, 0] - norm[at:to]
-            if want_entropy:
-                outside = transform.outside(z)
-                q = z.sub_(norm[at:to, None])
-                p = q.exp()
-                if outside is not None:
-                    q.masked_fill_(outside, 0)
-                entropy[at:to] = -torch.linalg.vecdot(p, q)
-        ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
-        ctx.transform, ctx.want_entropy, ctx.chunk = transform, want_entropy, chunk
-        return logp, entropy
+        """Log-probs of the named ids, [M] or [M, K] as they are, and the entropy [M]."""
+        dtype, (chunk, width) = logit_dtype(weight.dtype), tile
+        named_MK = named if named.ndim == 2 else named[:, None]
+        said = torch.zeros(named_MK.shape, dtype=dtype, device=hidden.device)
+        running = RunningSoftmax(hidden.new_empty(len(named), dtype=dtype), want_entropy)
+        for first in range(0, weight.shape[0], width):
+            w, b = _block(weight, bias, first, width, dtype)
+            for at in range(0, len(hidden), chunk):
+                rows = slice(at, min(at + chunk, len(hidden)))
+                z = transform.scores(hidden[rows].to(dtype), w, b, at, None, first)
+                said[rows] += _picked(z, named_MK[rows] - first)
+                running.add(rows, *form.fold(z, want_entropy, transform.masked))
+        norm, entropy = running.norm(), running.entropy()
+        entropy = norm.new_empty(0) if entropy is None else entropy
+        ctx.save_for_backward(hidden, weight, bias, named_MK, norm, entropy)
+        ctx.transform, ctx.tile, ctx.form = transform, tile, form
+        ctx.set_materialize_grads(False)  # an entropy that no loss reads costs nothing in the backward
+        return said.sub_(norm[:, None]).view(named.shape), entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, named_MK, norm, entropy = ctx.saved_tensors
         transform: LogitTransform = ctx.transform
-        want_entropy, chunk = ctx.want_entropy, ctx.chunk
-        dtype = logit_dtype(weight.dtype)
-        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+        dtype, (chunk, width) = logit_dtype(weight.dtype), ctx.tile
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(w) if need_weight else None
-        grad_bias = torch.zeros_like(b) if b is not None and need_bias else None
-        for at in range(0, hidden.shape[0], chunk):
-            to = min(at + chunk, hidden.shape[0])
-            h = hidden[at:to].to(dtype)
-            slopes: list[LogitSlope] = []
-            z = transform.scores(h, w, b, at, slopes)
-            by_logp, by_entropy = grads[0][at:to], grads[1][at:to] if want_entropy else None
-            outside = transform.outside(z) if want_entropy else None
-            d = _cotangent(z.sub_(norm[at:to, None]), outside, targets[at:to], by_logp, by_entropy, entropy[at:to])
-            for slope in reversed(slopes):
-                slope.times(d)
-            d.mul_(transform.beta * transform.scale)
-            if grad_hidden is not None:
-                grad_hidden[at:to] = d @ w
-            if grad_weight is not None:
-                grad_weight.addmm_(d.t(), h)
-            if grad_bias is not None:
-                grad_bias.add_(d.sum(0))
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 4,
-        )
+        of_logp, of_entropy = grads
+        by_logp = norm.new_zeros(named_MK.shape) if of_logp is None else of_logp.reshape(named_MK.shape)
+        grad_hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
+        grad_weight = torch.empty_like(weight) if need_weight else None
+        grad_bias = torch.empty_like(bias) if bias is not None and need_bias else None
+        for first in range(0, weight.shape[0], width):
+            w, b = _block(weight, bias, first, width, dtype)
+            sum_w = None if grad_weight is None else _sum_for(grad_weight, first, width, dtype)
+            sum_b = None if grad_bias is None else _sum_for(grad_bias, first, width, dtype)
+            for at in range(0, len(hidden), chunk):
+                rows = slice(at, min(at + chunk, len(hidden)))
+                h, slopes = hidden[rows].to(dtype), list[LogitSlope]()
+                z = transform.scores(h, w, b, at, slopes, first)
+                by_entropy = None if of_entropy is None else of_entropy[rows]
+                named = named_MK[rows] - first
+                d = ctx.form.cotangent(z, norm[rows], named, by_logp[rows], by_entropy, entropy[rows], transform.masked)
+                for slope in reversed(slopes):
+                    slope.times(d)
+                d.mul_(transform.beta * transform.scale)
+                if grad_hidden is not None and first == 0:
+                    torch.mm(d, w, out=grad_hidden[rows])
+                elif grad_hidden is not None:
+                    grad_hidden[rows].addmm_(d, w)
+                if sum_w is not None:
+                    sum_w.addmm_(d.t(), h)
+                if sum_b is not None:
+                    sum_b.add_(d.sum(0))
+            for whole, part in ((grad_weight, sum_w), (grad_bias, sum_b)):
+                if whole is not None and part is not None and whole.dtype != dtype:
+                    whole[first : first + width] = part
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *(None,) * 5
 
 
-def _cotangent(
-    q: Tensor, outside: Tensor | None, targets: Tensor, by_logp: Tensor, by_entropy: Tensor | None, entropy: Tensor
-) -> Tensor:
-    """Gradient [C, V] with respect to z, from the gradients [C] with respect to log-prob and entropy. The
-    log-probabilities q [C, V] are overwritten."""
-    p = q.exp()
-    if by_entropy is None:
-        d = p.mul_(-by_logp[:, None])
-    else:
-        if outside is not None:
-            q.masked_fill_(outside, 0)
-        # -(g_logp + g_H (q + H)) p
-        d = q.add_(entropy[:, None]).mul_(by_entropy[:, None]).add_(by_logp[:, None]).mul_(p).neg_()
-    return d.scatter_add_(1, targets[:, None], by_logp[:, None])
+def _sum_for(grad: Tensor, first: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Zeros to add a block's gradient to: its part of `grad`, or numbers of more precision, to be copied into it."""
+    part = grad[first : first + width]
+    return part.zero_() if grad.dtype == dtype else torch.zeros_like(part, dtype=dtype)
 
 
+def _torch_head(*given: Any) -> tuple[Tensor, Tensor]:
+    return _Head.apply(*given, TORCH)
+
+
+def _triton_head(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The same tiles, with Triton's kernels in place of torch's operations. EngineError where they do not agree with
+    torch's on this device; they are compared before they are first used."""
+    from posttrain.engine.triton_tiles import proved
+
+    return _Head.apply(hidden, weight, *rest, proved(hidden.device, logit_dtype(weight.dtype)))
+
+
+def _no_triton() -> str:
+    return "" if find_spec("triton") else "triton is not installed"
+
+
+_BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 add_forms(
-    Kernel(operation="head", form="torch", function=_Head.apply, bounds={torch.float32: 1e-5, torch.float64: 1e-13}),
+    Kernel(
+        operation="head",
+        form="compiled",
+        function=_triton_head,
+        devices=("cuda",),
+        bounds=_BOUNDS,
+        missing=_no_triton,
+    ),
+    Kernel(operation="head", form="torch", function=_torch_head, bounds=_BOUNDS),
     Kernel(operation="head", form="reference", function=plain.head),
 )

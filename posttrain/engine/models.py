@@ -13,21 +13,27 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from posttrain.core.adapter import Lora, check_frozen, goes_on
 from posttrain.core.engines import KernelChoice
-from posttrain.core.errors import ConfigError, DataError, InvariantError, PosttrainError
+from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.files import share
 from posttrain.core.run import BUILT_CONTEXT, Model
+from posttrain.engine import adapter
 from posttrain.engine.accept import accept
+from posttrain.engine.adapter import attach
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
-from posttrain.engine.fingerprint import fingerprints
+from posttrain.engine.fingerprint import fingerprint, fingerprints
+from posttrain.engine.quantise import is_quantised, quantise, weights_of
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
+from posttrain.engine.saved_adapter import load_saved, saved_adapter
 from posttrain.engine.silence import silence
+from posttrain.engine.stateful import is_stateful, prepare
+from posttrain.engine.stops import resolve_stops, turn_end
 from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import characters, digest, quiet, raw_bytes
-from posttrain.environment import templates
 
-__all__ = ["Policy", "ReadOut", "check_read_out", "load_policy", "named_tensors", "read_out", "resolve_stops"]
+__all__ = ["Policy", "ReadOut", "check_read_out", "load_policy", "named_tensors", "read_out"]
 
 GREEDY_TOKENS = 16
 """Tokens generated to check a saved model that was read back."""
@@ -56,6 +62,12 @@ class Policy:
     """Whether the model's own Python code was trusted."""
     kernels: KernelChoice = "auto"
     """The choice of kernels: `Model.kernels`."""
+    lora: Lora | None = None
+    """The settings of its adapter; None where all weights train."""
+    rounded_from: str = ""
+    """Of weights in few bits: the fingerprint that they had before."""
+    share_prefixes: bool = True
+    """Whether learner and reference compute shared beginnings once: `Model.share_prefixes`."""
 
     @property
     def device(self) -> torch.device:
@@ -68,7 +80,7 @@ class Policy:
     @property
     def size(self) -> int:
         """Number of weights, ties counted once."""
-        return sum(p.numel() for p in self.module.parameters())
+        return weights_of(self.module)
 
     def describe(self) -> tuple[str, ...]:
         """What a run prints at its start."""
@@ -79,12 +91,31 @@ class Policy:
             f"model: {type(self.module).__name__} {self.source}, {self.size:,} parameters, {dtype} on {self.device}",
             f"vocabulary: {len(self.tokenizer):,} tokens, {rows:,} embedding rows; context: {self.context:,} tokens",
             f"stop tokens: {stops}",
+            *(() if self.lora is None else (adapter.words(self.module, self.lora),)),
             *(f"note: {note}" for note in self.notes),
         )
 
     def clone(self) -> Policy:
         """The same policy with its own copy of the weights."""
         return replace(self, module=copy.deepcopy(self.module))
+
+    def twin(self) -> Policy:
+        """The same policy with its own copy of the weights that train. Frozen weights are shared, so nothing may change
+        them in either."""
+        frozen = {id(p): p for p in self.module.parameters() if not p.requires_grad}
+        return replace(self, module=copy.deepcopy(self.module, {**frozen}))
+
+    def beside(self, lora: Lora, seed: int) -> Policy:
+        """Another policy over the same frozen weights, which nothing may change in either, with a new adapter.
+
+        Raises:
+            ConfigError: all weights of this policy train, so none can be shared; or the adapter fits no layer.
+        """
+        return replace(self, module=adapter.beside(self.module, lora, seed), lora=lora)
+
+    def plain(self) -> Policy:
+        """This policy where it has no adapter, else a copy of it with the adapter merged into the copy's weights."""
+        return self if self.lora is None else replace(self, module=adapter.merged(self.module), lora=None)
 
     @torch.no_grad()
     def greedy(self, ids: Tensor, count: int) -> Tensor:
@@ -99,15 +130,16 @@ class Policy:
 
     def save(self, folder: Path | str) -> None:
         """Save model and tokenizer with `save_pretrained`, then read both back and check them. Any AutoModelForCausalLM
-        and AutoTokenizer can read the folder.
+        and AutoTokenizer can read the folder. An adapter is merged into what is written.
 
         Raises:
             InvariantError: what was read back has other weights, another tokenizer, or other greedy tokens.
         """
+        if self.lora is not None:
+            self.plain().save(folder)
+            return
+        self.write(folder)
         with quiet():
-            self.module.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-            share(Path(folder))
             again: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=self.dtype, trust_remote_code=self.remote_code
             ).eval()
@@ -115,6 +147,17 @@ class Policy:
         _same_weights(self.module, again, Path(folder))
         _same_tokenizer(self.tokenizer, words, Path(folder))
         self._check_greedy(again.to(self.device), Path(folder))
+
+    def write(self, folder: Path | str) -> None:
+        """Write model and tokenizer with `save_pretrained`, and compare nothing. An adapter is merged into what is
+        written."""
+        if self.lora is not None:
+            self.plain().write(folder)
+            return
+        with quiet():
+            self.module.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+        share(Path(folder))
 
     @torch.no_grad()
     def _check_greedy(self, again: PreTrainedModel, folder: Path) -> None:
@@ -142,6 +185,16 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
+def served_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a learner sends to its engine: those of the adapter where there is one, else all."""
+    return iter(adapter.adapter_tensors(module).items()) if adapter.is_adapted(module) else named_tensors(module)
+
+
+def base_digest(policy: Policy) -> str:
+    """Exact digest of the weights beneath the adapter."""
+    return fingerprint(adapter.base_tensors(policy.module).items())
+
+
 def load_policy(
     model: Model, alphabet: str | None, seed: int, most: int | None = None, tokenizer_files: Path | None = None
 ) -> Policy:
@@ -162,15 +215,37 @@ def load_policy(
     """
     _device(model.device)
     dtype = getattr(torch, model.dtype)
+    saved = saved_adapter(model.path) if model.path is not None else None
+    if saved is not None and model.lora != saved.lora:
+        model = replace(model, lora=goes_on(model.lora, saved.lora, f"model={model.path}"))
     if model.path is None:
         tokenizer = _built_tokenizer(alphabet, tokenizer_files)
         module: PreTrainedModel = build_module(model, tokenizer, seed)
         notes: list[str] = []
         source = f"built with {model.layers} layers of width {model.hidden}"
     else:
-        module, tokenizer, notes = read_pretrained(model.path, dtype, model.trust_remote_code)
-        source = f"from {model.path}"
-    return prepared(model, module, tokenizer, resolve_stops(tokenizer, module.generation_config), source, notes, most)
+        path = model.path if saved is None else saved.base
+        module, tokenizer, notes = read_pretrained(path, dtype, model.trust_remote_code)
+        source = f"from {path}" if saved is None else f"from {path} with the adapter {model.path}"
+        notes += () if saved is None else saved.notes
+    stops = resolve_stops(tokenizer, module.generation_config)
+    policy = with_adapter(prepared(model, module, tokenizer, stops, source, notes, most), model, seed)
+    if saved is not None:
+        load_saved(policy, saved)
+    return policy
+
+
+def with_adapter(policy: Policy, model: Model, seed: int) -> Policy:
+    """The policy with the adapter that `model.lora` asks for, attached in place, over weights as `model.quantize` asks.
+    ConfigError where they do not fit."""
+    check_frozen(model.lora, model.quantize)
+    if model.lora is None:
+        return policy
+    if model.quantize is not None and not is_quantised(policy.module):
+        policy = replace(policy, rounded_from=fingerprint(named_tensors(policy.module)))
+        quantise(policy.module, model.quantize)
+    attach(policy.module, model.lora, seed)
+    return replace(policy, lora=model.lora)
 
 
 def _built_tokenizer(alphabet: str | None, files: Path | None) -> PreTrainedTokenizerFast:
@@ -200,9 +275,13 @@ def prepared(
             part.p = 0.0
         if isinstance(part, nn.Embedding):
             part.padding_idx = None
-    notes = [*notes, *_check_vocabulary(tokenizer, module), *_turn_end(tokenizer, stop_ids)]
+    notes = [*notes, *_check_vocabulary(tokenizer, module), *turn_end(tokenizer, stop_ids)]
     module.generation_config.eos_token_id = list(stop_ids)
     context = _context(model, module, most)
+    if _emulated(module):
+        notes += [_EMULATED]
+    if is_stateful(module):
+        notes += [_STATE, *prepare(module)]
     out, _ = accept(module, context)
     notes += silence(module, out)
     return Policy(
@@ -216,7 +295,25 @@ def prepared(
         notes=tuple(notes),
         remote_code=model.path is not None and model.trust_remote_code,
         kernels=model.kernels,
+        share_prefixes=model.share_prefixes,
     )
+
+
+_EMULATED = (
+    "this CPU has no float16 unit: torch computes in float32 and rounds each result to float16, which is exact and"
+    " slower than float32"
+)
+
+
+def _emulated(module: PreTrainedModel) -> bool:
+    """Whether float16 is emulated by rounding."""
+    if module.dtype != torch.float16 or module.device.type != "cpu":
+        return False
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return supported is None or not supported()
+
+
+_STATE = "the model keeps a recurrent state, so each sequence is computed in a row of its own and nothing is shared"
 
 
 def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
@@ -237,42 +334,6 @@ def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
     return wanted
 
 
-def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int, ...]:
-    """Ids that end a turn: first the tokenizer's EOS, then the model's EOS ids, each once.
-
-    The model's ids are those of its generation config. Transformers derives it from `config.json` where there is
-    no file. Ids in `config.json` are often left over from another tokenizer, so then only special tokens of this
-    tokenizer count. A chat template's end of turn (`<|im_end|>`, `<|eot_id|>`) counts only where the tokenizer
-    or the model lists it.
-
-    Args:
-        config: the model's generation config; None: there is none.
-    """
-    derived = bool(getattr(config, "_from_model_config", False))
-    listed = None if config is None else config.eos_token_id
-    model_ids: list[Any] = [] if listed is None else list(listed) if isinstance(listed, list | tuple) else [listed]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in model_ids):
-        raise DataError(
-            f"eos_token_id={str(listed)[:80]} of generation_config.json (or config.json) is no token id and no list of"
-            " them: correct it there"
-        )
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    own: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    stops = dict.fromkeys([*(int(i) for i in own), *(int(i) for i in model_ids if not derived or i in special)])
-    if not stops:
-        raise DataError(
-            "the tokenizer has no EOS token and the generation config names none, so the policy could never end a turn."
-            ' Set "eos_token" in tokenizer_config.json or "eos_token_id" in generation_config.json'
-        )
-    unknown = [i for i in stops if not 0 <= i < len(tokenizer)]
-    if unknown:
-        raise DataError(
-            f"stop ids {unknown} of generation_config.json are no tokens of this tokenizer ({len(tokenizer)} tokens):"
-            " correct eos_token_id there"
-        )
-    return tuple(stops)
-
-
 def _embedding_rows(module: PreTrainedModel) -> int:
     return int(getattr(module.get_input_embeddings(), "weight").shape[0])  # noqa: B009 (typed as any module)
 
@@ -290,30 +351,6 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedMode
     return (
         [f"{missing} embedding rows have no token; a policy that says one says nothing readable"] if missing > 0 else []
     )
-
-
-def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> list[str]:
-    """A note where the chat template ends an assistant's turn with a special token that is not a stop token."""
-    if not tokenizer.chat_template:
-        return []
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
-    try:
-        text = templates.apply(tokenizer, turns, generate=False)
-    except templates.RefusedError as error:
-        return [f"the chat template does not render a user and an assistant turn ({error})"]
-    except PosttrainError:
-        raise
-    except Exception as error:  # a tokenizer of the model's own code may raise anything
-        return [f"the chat template does not render a user and an assistant turn ({type(error).__name__}: {error})"]
-    after = tokenizer.encode(str(text).rpartition("ok")[2], add_special_tokens=False)
-    special = tokenizer.added_tokens_decoder
-    if after and after[0] in special and special[after[0]].special and after[0] not in stop_ids:
-        token = tokenizer.convert_ids_to_tokens(after[0])
-        return [
-            f"the chat template ends a turn with {token!r} ({after[0]}), which is not a stop token: add it to"
-            " eos_token_id in generation_config.json"
-        ]
-    return []
 
 
 def _device(name: str) -> torch.device:

@@ -1,64 +1,134 @@
-"""AdamW with a global gradient clip and linear warm-up. Its whole state is a set of named tensors.
+"""The optimizers of a stage: a global gradient clip, a schedule, master copies, and rules that update tensors.
 
-Weights below float32 have float32 master copies, so that updates smaller than a weight's rounding add up.
+Weights below float32 have float32 master copies, so that updates smaller than a weight's rounding add up. In a float16
+run the loss is scaled (`loss_scale`), and all parameters have copies, in which the unscaled gradient is summed. The
+whole state of an optimizer is a set of named tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from posttrain.core.engines import KernelChoice
-from posttrain.core.errors import RunFolderError
+from posttrain.core.errors import InvariantError, RunFolderError
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
-from posttrain.engine import plain
-from posttrain.engine.kernels import Kernel, add_forms, kernel
+from posttrain.core.stage import fits
+from posttrain.engine.loss_scale import WORDS, LossScale
+from posttrain.engine.update_rules import Moments, Momentum, Orthogonal, UpdateRule
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+NOT_HIDDEN = ("embed*", "*_embed*", "wte", "wpe", "lm_head", "embed_out", "value_head")
+"""Patterns of matrices that Muon leaves to AdamW: they turn tokens or positions into vectors, or vectors into scores,
+and their singular directions mean nothing together."""
+
+Rules = type[UpdateRule]
 
 
-class AdamW:
-    """AdamW on the gradients that the parameters hold. Weight decay is decoupled and applies to every parameter.
+class StageOptimizer:
+    """Steps on the gradients that the parameters hold. Weight decay applies to every parameter that is not frozen.
 
     Args:
         parameters: by name, in a fixed order; float32, float64, or a narrower dtype with a master copy. A step does not
-            change parameters without a gradient.
+            change parameters without a gradient, nor those that `config` freezes.
         kernels: the choice of kernels (`Model.kernels`).
+        scaled: whether losses are scaled, because the model computes in float16.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], config: Optimizer, kernels: KernelChoice = "auto") -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        config: Optimizer,
+        kernels: KernelChoice = "auto",
+        scaled: bool = False,
+    ) -> None:
         self.config = config
+        self._scale = LossScale() if scaled else None
         self.steps = 0
         """Optimizer steps taken."""
-        self._parameters = dict(parameters)
-        self._masters = {n: p.detach().float().clone() for n, p in self._parameters.items() if p.dtype.itemsize < 4}
-        moved = [self._masters.get(n, p) for n, p in self._parameters.items()]
-        self._adam: torch.optim.Optimizer = kernel("adamw", moved[0].device, moved[0].dtype, kernels).function(
-            moved, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
-        )
-        self._moved = dict(zip(self._parameters, moved, strict=True))
+        self._frozen = [p for n, p in parameters.items() if config.frozen(n)]
+        self._parameters = {n: p for n, p in parameters.items() if not config.frozen(n)}
+        copied = {n: p for n, p in self._parameters.items() if scaled or p.dtype.itemsize < 4}
+        self._masters = {
+            n: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for n, p in copied.items()
+        }
+        self._moved = {n: self._masters.get(n, p) for n, p in self._parameters.items()}
+        self._rules: dict[str, UpdateRule] = {}
+        for rule, names in self._divided():
+            made = rule({n: self._moved[n] for n in names}, config, {n: config.rate(n) for n in names}, kernels)
+            self._rules |= dict.fromkeys(names, made)
+        self._average = {n: t.detach().clone() for n, t in self._moved.items()} if config.ema is not None else {}
+
+    def rule_of(self, name: str, tensor: Tensor) -> Rules:
+        """Which rule updates a parameter."""
+        match self.config.kind:
+            case "adamw":
+                return Moments
+            case "adamw8bit":
+                from posttrain.engine.eight_bit import QuantisedMoments
+
+                return QuantisedMoments
+            case "muon":
+                return Orthogonal if hidden_matrix(name, tensor) else Moments
+            case "sgd":
+                return Momentum
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step. Step k (from 1) of the warm-up has lr * k / warmup."""
-        return (
-            self.config.lr * min(1.0, (self.steps + 1) / self.config.warmup) if self.config.warmup else self.config.lr
+        """Learning rate of the next step, of parameters without a factor of their own."""
+        return self.config.lr * self.config.share(self.steps + 1)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the loss of the next backward pass is multiplied."""
+        return 1.0 if self._scale is None else self._scale.value
+
+    def words(self) -> str:
+        """What is unusual about it, as a line for people; '' where nothing is."""
+        out: list[str] = []
+        moved = len(self._moved)
+        if self.config.kind == "muon":
+            turned = sum(isinstance(rule, Orthogonal) for rule in self._rules.values())
+            out.append(
+                f"Muon updates {turned} matrices, and AdamW the other {moved - turned} tensors; Muon is not exact"
+            )
+        elif self.config.kind != "adamw":
+            out.append(f"{self.config.kind} updates {moved} tensors")
+        if self._frozen:
+            out.append(f"{len(self._frozen)} of {moved + len(self._frozen)} tensors are frozen")
+        if self._scale is not None:
+            out.append(f"the loss is scaled by {self._scale.value:g} at first")
+        if self.config.ema is not None:
+            out.append(f"a moving average of the weights is kept (decay {self.config.ema:g})")
+        return "; ".join(out)
+
+    def pending_bytes(self) -> int:
+        """Bytes of state that the next step will add: all of it before the first step, then none."""
+        new = (
+            (word, form)
+            for name, rule in self._rules.items()
+            if not rule.state(name)
+            for word, form in rule.forms(name).items()
         )
+        return sum((1 if word.endswith("codes") else 4) * form.numel() for word, form in new if form is not None)
 
     def trained(self) -> dict[str, Tensor]:
         """The tensors that a step updates, by parameter: the float32 master where there is one,
         else the parameter itself."""
         return dict(self._moved)
 
+    def averaged(self) -> dict[str, Tensor]:
+        """The moving averages of the weights, by parameter; empty where none are kept."""
+        return dict(self._average)
+
     def step(self) -> float:
         """Clip the gradients globally, update, and clear them. Returns the gradient norm before the clip.
 
-        If the norm is not finite, weights and moments do not change, and the step is not counted.
+        If the norm is not finite, weights, moments and averages do not change, and the step is not counted. A scale of
+        the loss shrinks then.
         """
         self._follow_weights()
         self.gather()
@@ -68,11 +138,14 @@ class AdamW:
         if math.isfinite(size):
             if size > self.config.clip:
                 torch.nn.utils.clip_grads_with_norm_(with_grad, self.config.clip, norm)
-            for group in self._adam.param_groups:
-                group["lr"] = self.lr
-            self._adam.step()
+            lr = self.lr
+            for rule in dict.fromkeys(self._rules.values()):
+                rule.step(lr)
             self.steps += 1
             self._publish_masters()
+            self._follow_average()
+        if self._scale is not None:
+            self._scale.after(size)
         for t in (*self._moved.values(), *self._parameters.values()):
             t.grad = None
         return size
@@ -80,67 +153,78 @@ class AdamW:
     def expected_update(
         self, config: Optimizer, name: str, gradient: Tensor, norm: float, at: int | None = None
     ) -> ExpectedUpdate:
-        """The update of AdamW (1711.05101, algorithm 2) with a global clip and a linear warm-up, in
-        float64; see `role.trainer.WeightOptimizer`."""
-        weight = _exact(self._moved[name], at)
-        state = self._adam.state.get(self._moved[name], {})
-        g = _exact(gradient, at) * (min(1.0, config.clip / norm) if norm > 0 else 1.0)
-        first, second = (_exact(state[m], at) if m in state else torch.zeros_like(g) for m in MOMENTS)
-        taken = float(state["step"]) + 1 if state else 1.0
-        lr = config.lr * min(self.steps + 1, config.warmup) / config.warmup if config.warmup else config.lr
-        first, mean = _moment(config.beta1, taken, first, g)
-        second, square = _moment(config.beta2, taken, second, g * g)
-        move = -lr * mean / (square.sqrt() + config.eps) - lr * config.weight_decay * weight
-        return ExpectedUpdate(move, dict(zip(MOMENTS, (first, second), strict=True)), lr)
+        """The update of the parameter's rule with a global clip and the schedule, in float64; see
+        `role.trainer.WeightOptimizer`."""
+        if config.kind != self.config.kind:
+            raise InvariantError(f"the stage asks for the optimizer {config.kind}, and {self.config.kind} was built")
+        scale = min(1.0, config.clip / norm) if norm > 0 else 1.0
+        lr = config.lr * config.share(self.steps + 1) * config.rate(name)
+        return self._rules[name].expected(config, name, gradient, scale, lr, at)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything that a resumed run needs, as tensors for safetensors: step counts, moments, masters."""
+        """Everything that a resumed run needs, as tensors for safetensors: step counts, moments, masters, averages."""
         out = {"steps": torch.tensor(self.steps)}
-        for name, tensor in self._moved.items():
-            state = self._adam.state.get(tensor, {})
-            if state:
-                out |= {f"{moment}.{name}": state[moment] for moment in MOMENTS} | {f"step.{name}": state["step"]}
-        return out | {f"master.{name}": master for name, master in self._masters.items()}
+        for name, rule in self._rules.items():
+            out |= {f"{word}.{name}": part for word, part in rule.state(name).items()}
+        out |= {f"master.{name}": master for name, master in self._masters.items()}
+        out |= {} if self._scale is None else self._scale.state()
+        return out | {f"ema.{name}": average for name, average in self._average.items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Continue from `state_tensors`, bit for bit. The weights themselves are loaded separately.
 
         Raises:
-            RunFolderError: the state belongs to other parameters.
+            RunFolderError: the state belongs to other parameters, or to another kind of optimizer.
         """
         left = dict(tensors)
         steps = left.pop("steps", None)
+        scale = {word: left.pop(word) for word in WORDS if self._scale is not None and word in left}
         new: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in self._moved.items():
-            parts = {key: left.pop(f"{key}.{name}") for key in ("step", *MOMENTS) if f"{key}.{name}" in left}
-            if len(parts) not in (0, 3) or any(parts[key].shape != tensor.shape for key in parts if key != "step"):
+        for name, rule in self._rules.items():
+            forms = rule.forms(name)
+            parts = {word: left.pop(f"{word}.{name}") for word in forms if f"{word}.{name}" in left}
+            whole = len(parts) in (0, len(forms))
+            if not whole or any(forms[word] not in (None, part.shape) for word, part in parts.items()):
                 raise RunFolderError(_foreign(name))
-            if parts:
-                new[name] = parts
-        masters = {name: left.pop(f"master.{name}", None) for name in self._masters}
-        foreign = [*left, *(n for n, m in masters.items() if m is None or m.shape != self._masters[n].shape)]
-        if steps is None or foreign:
-            raise RunFolderError(_foreign(foreign[0] if foreign else "steps"))
+            new[name] = parts
+        copies = {f"master.{n}": t for n, t in self._masters.items()}
+        copies |= {f"ema.{n}": t for n, t in self._average.items()}
+        held = {name: left.pop(name, None) for name in copies}
+        foreign = [*left, *(n for n, t in held.items() if t is None or t.shape != copies[n].shape)]
+        missing = ["steps"] * (steps is None) + ["loss_scale"] * (self._scale is not None and len(scale) < len(WORDS))
+        if steps is None or missing or foreign:
+            raise RunFolderError(_foreign([*foreign, *missing][0]))
         self.steps = int(steps)
-        self._adam.state.clear()
-        for name, parts in new.items():
-            tensor = self._moved[name]
-            self._adam.state[tensor] = {"step": parts["step"].to(tensor.device, copy=True)} | {
-                key: parts[key].to(device=tensor.device, dtype=tensor.dtype, copy=True) for key in MOMENTS
-            }
-        for name, master in masters.items():
-            if master is not None:
-                self._masters[name].copy_(master)
+        if self._scale is not None:
+            self._scale.load(scale)
+        for name, rule in self._rules.items():
+            rule.inner.state.pop(rule.tensors[name], None)
+            if new[name]:
+                rule.load(name, new[name])
+        for name, tensor in held.items():
+            if tensor is not None:
+                copies[name].copy_(tensor)
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Add the gradients of low-precision weights to those of their masters, so that micro-batches
-        are summed in float32."""
+        """Add the gradients of weights that have masters to those of their masters, without the scale of the loss, so
+        that micro-batches are summed in float32. Gradients of frozen parameters are dropped."""
+        for p in self._frozen:
+            p.grad = None
         for name, master in self._masters.items():
             p = self._parameters[name]
             if p.grad is not None:
-                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                found = p.grad.to(master.dtype)
+                found = found if self._scale is None else found.mul_(1 / self._scale.value)
+                master.grad = found if master.grad is None else master.grad.add_(found)
                 p.grad = None
+
+    def _divided(self) -> Iterator[tuple[Rules, list[str]]]:
+        """The rules with the names of their parameters, in the order of the parameters."""
+        by_rule: dict[Rules, list[str]] = {}
+        for name, tensor in self._moved.items():
+            by_rule.setdefault(self.rule_of(name, tensor), []).append(name)
+        yield from by_rule.items()
 
     @torch.no_grad()
     def _follow_weights(self) -> None:
@@ -155,17 +239,16 @@ class AdamW:
         for name, master in self._masters.items():
             self._parameters[name].copy_(master)
 
+    @torch.no_grad()
+    def _follow_average(self) -> None:
+        if self.config.ema is not None:
+            for name, average in self._average.items():
+                average.lerp_(self._moved[name], 1 - self.config.ema)
 
-def _exact(x: Tensor, at: int | None) -> Tensor:
-    """All numbers of a tensor in float64, or only the one at index `at` of the flattened tensor."""
-    return (x.detach() if at is None else x.detach().flatten()[at : at + 1]).double().cpu()
 
-
-def _moment(decay: float, taken: float, before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
-    """A moment after its `taken`-th number, and the moment with its bias toward 0 corrected. The first
-    corrected one equals `now`."""
-    whole = 1 - decay**taken
-    return decay * before + (1 - decay) * now, decay / whole * before + (1 - decay) / whole * now
+def hidden_matrix(name: str, tensor: Tensor) -> bool:
+    """Whether a parameter is a matrix between embedding and head, which Muon updates."""
+    return tensor.ndim == 2 and min(tensor.shape) > 1 and not any(fits(p, name) for p in NOT_HIDDEN)
 
 
 def _foreign(name: str) -> str:
@@ -173,14 +256,3 @@ def _foreign(name: str) -> str:
         f"the optimizer state is of other parameters ({name!r} does not fit): resume with the model and stage the run"
         " was started with"
     )
-
-
-add_forms(
-    Kernel(
-        operation="adamw",
-        form="torch",
-        function=partial(torch.optim.AdamW, fused=True),
-        bounds={torch.float32: 1e-5, torch.float64: 1e-13},
-    ),
-    Kernel(operation="adamw", form="reference", function=plain.adamw),
-)

@@ -5,6 +5,7 @@ Axis letters: N packed positions, M of them read out, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ from posttrain.engine.transform import logits as head_logits
 SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": False}
 """Config fields by which architectures scale their logits (Cohere, Granite, Falcon-H1), and
 whether the field divides."""
+CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Config fields by which architectures cap their logits (Gemma 2, RecurrentGemma)."""
 CANARY = 24
 """Tokens of the sequence on which a read-out is compared with the module's own logits; fewer in a shorter context."""
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
@@ -52,13 +55,26 @@ class ReadOut:
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]) at `position_ids`. Uses no cache and no
         mask, and computes no logits."""
+        return self._run(input_ids.view(1, -1), position_ids.view(1, -1), layout)[0]
+
+    def rows(self, ids_BL: Tensor, layout: Layout) -> Tensor:
+        """Last hidden states [B, L, hidden] of a batch of sequences, one in each row."""
+        at = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand(len(ids_BL), -1)
+        return self._run(ids_BL, at, layout)
+
+    def _run(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         with using(layout):
-            out = self.decoder(input_ids=input_ids.view(1, -1), position_ids=position_ids.view(1, -1), use_cache=False)
-        return out.last_hidden_state[0]
+            out = self.decoder(input_ids=ids, use_cache=False, **takes_positions(self.decoder, positions))
+        return out.last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] in float32 (float64 for a float64 model), by the same function as the learner's head."""
         return head_logits(hidden, self.weight, self.bias, self.scale, self.softcap)
+
+
+def takes_positions(module: nn.Module, positions: Tensor) -> dict[str, Tensor]:
+    """`position_ids` as an argument, for a model that has positions. RWKV and Mamba have none."""
+    return {"position_ids": positions} if "position_ids" in inspect.signature(module.forward).parameters else {}
 
 
 def positions(module: PreTrainedModel) -> int | None:
@@ -82,7 +98,7 @@ def read_out(module: PreTrainedModel) -> ReadOut:
         value = getattr(config, name, None)
         if value is not None:
             scale = scale / float(value) if divides else scale * float(value)
-    softcap = getattr(config, "final_logit_softcapping", None)
+    softcap = next((c for c in (getattr(config, name, None) for name in CAPS) if c is not None), None)
     return ReadOut(decoder, head, scale, None if softcap is None else float(softcap))
 
 
@@ -146,7 +162,8 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
     try:
         ours = out.logits(out.hidden(ids, at, layout))
         with using(layout):
-            theirs = module(input_ids=ids[None], position_ids=at[None], use_cache=False).logits[0].to(ours.dtype)
+            given = takes_positions(out.decoder, at[None])
+            theirs = module(input_ids=ids[None], use_cache=False, **given).logits[0].to(ours.dtype)
     except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
         raise EngineError(
             f"{type(module).__name__} cannot run with packed segments ({type(error).__name__}: {error}). Use a"

@@ -1,4 +1,7 @@
-"""What happens to the logits of one chunk of tokens before the softmax, and the derivative of it."""
+"""What happens to the logits of one tile, some tokens and a block of ids, before the softmax, and the derivative of it.
+
+Axis letters: C tokens, B ids of a block, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,17 @@ class KeptMask:
         self.offsets = kept.offsets
         self.rows = torch.from_numpy(np.repeat(np.arange(len(kept)), np.diff(kept.offsets))).to(device)
         self.ids = torch.from_numpy(kept.ids.astype(np.int64)).to(device)
+        self._last = int(kept.ids.max(initial=-1))
 
-    def outside(self, a: int, b: int, vocabulary: int) -> Tensor:
-        """bool [b - a, V]: True where tokens a..b did not keep the id."""
+    def outside(self, a: int, b: int, width: int, first: int = 0) -> Tensor:
+        """bool [b - a, width]: True where tokens a..b did not keep the id, for the ids first..first + width."""
         lo, hi = int(self.offsets[a]), int(self.offsets[b])
-        mask = torch.ones(b - a, vocabulary, dtype=torch.bool, device=self.ids.device)
-        mask[self.rows[lo:hi] - a, self.ids[lo:hi]] = False
+        rows, ids = self.rows[lo:hi] - a, self.ids[lo:hi] - first
+        if first or self._last >= width:
+            inside = (ids >= 0) & (ids < width)
+            rows, ids = rows[inside], ids[inside]
+        mask = torch.ones(b - a, width, dtype=torch.bool, device=self.ids.device)
+        mask[rows, ids] = False
         return mask
 
 
@@ -55,27 +63,42 @@ class LogitTransform:
     rules: LogitRules | None
     sets: KeptMask | None
 
-    def scores(self, h: Tensor, w: Tensor, b: Tensor | None, at: int, slopes: list[LogitSlope] | None = None) -> Tensor:
-        """z [C, V] of tokens at..at + C; -inf for a token that cannot be said. The factors of the backward
-        are appended to `slopes`."""
+    def scores(
+        self,
+        h: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        at: int,
+        slopes: list[LogitSlope] | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """z [C, B] of tokens at..at + C, -inf for a token that cannot be said. `w` and `b` hold the rows of the ids
+        first..first + B. The factors of the backward are appended to `slopes`."""
         z = logits(h, w, b, self.scale, self.softcap)
         if slopes is not None and self.softcap is not None:
             slopes.append(LogitSlope(None, 1 - (z / self.softcap).square_()))
-        penalised = None if self.rules is None else self.rules.adjust(z, at)
+        penalised = None if self.rules is None else self.rules.adjust(z, at, first)
         if slopes is not None and penalised is not None:
             slopes.append(LogitSlope(*penalised))
         if self.beta != 1:
             z.mul_(self.beta)
-        return z if self.sets is None else z.masked_fill_(self.sets.outside(at, at + len(z), z.shape[1]), float("-inf"))
+        if self.sets is None:
+            return z
+        return z.masked_fill_(self.sets.outside(at, at + len(z), z.shape[1], first), float("-inf"))
+
+    @property
+    def masked(self) -> bool:
+        """Whether there may be tokens that cannot be said."""
+        return self.sets is not None or (self.rules is not None and self.rules.bans)
 
     def outside(self, z: Tensor) -> Tensor | None:
         """bool [C, V]: tokens that cannot be said; None where all can."""
-        return torch.isneginf(z) if self.sets is not None or (self.rules is not None and self.rules.bans) else None
+        return torch.isneginf(z) if self.masked else None
 
 
 @dataclass(frozen=True, eq=False)
 class LogitSlope:
-    """One elementwise factor of the chain rule, for the whole [C, V] or for some places of it, numbered row by row."""
+    """One elementwise factor of the chain rule, for the whole [C, B] or for some places of it, numbered row by row."""
 
     places: Tensor | None
     by: Tensor

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from posttrain.faults import engine, learning, machine, world
+from posttrain.faults import adapters, engine, learning, machine, packing, precision, updates, world
 from posttrain.faults.registry import FAULTS, Fault, find, planted, refuse_silent
 
-__all__ = ["FAULTS", "Fault", "engine", "find", "learning", "machine", "planted", "refuse_silent", "world"]
+__all__ = [
+    "FAULTS",
+    "Fault",
+    "adapters",
+    "engine",
+    "find",
+    "learning",
+    "machine",
+    "packing",
+    "planted",
+    "precision",
+    "refuse_silent",
+    "updates",
+    "world",
+]

@@ -192,5 +192,23 @@ def _(real: Real) -> Real:
     return of
 
 
+@fault(
+    "state_leaks",
+    seam="posttrain.engine.stateful:Alone.hidden",
+    what="sequences with a recurrent state are packed one behind the other",
+    harm="every sequence but the first begins in the state of another one's end",
+    source="pain 10",
+    needs="state",
+)
+def _(real: Real) -> Real:
+    def hidden(self: Any, packed: Any) -> Any:
+        from posttrain.engine.stateful import rows_alone
+
+        whole = np.array([len(packed.ids_N)])
+        return rows_alone(self._out, packed.ids_N, whole, packed.source_M, self._layout)
+
+    return hidden
+
+
 def _cut(kept: Kept | None) -> Kept | None:
     return None if kept is None else Kept.of(kept.sets()[:-1])

@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.batch import Batch
 from posttrain.core.pieces.pull import KL
-from posttrain.core.streams import REFERENCE, START, VALUE, WEIGHT
+from posttrain.core.streams import REFERENCE, START, VALUE
 from posttrain.core.types import Stop
 from posttrain.core.verdict import outcome
 from posttrain.faults.registry import fault
 
 Real = Callable[..., Any]
-MICRO = ("rl.micro_tokens=64",)
-"""Overrides that give several micro-batches per optimizer step."""
 TWICE = ("rl.minibatches=2", "rl.optimizer.lr=0.01")
 """Overrides that give a second optimizer step on the same samples, after the first has clearly moved the policy."""
 
@@ -150,43 +147,6 @@ def _(real: Real) -> Real:
         return replace(real(region, look), push_M=look.ratio_M)
 
     return push
-
-
-@fault(
-    "local_denominator",
-    seam="posttrain.core.batch:Packed.split",
-    what="each micro-batch is averaged over its own tokens instead of the whole minibatch's",
-    harm="the gradient depends on how the batch was cut; short answers weigh more",
-    source="pain 10, trl#2175",
-    shows=MICRO,
-)
-def _(real: Real) -> Real:
-    def split(self: Any, *args: Any, **kwargs: Any) -> Any:
-        parts = real(self, *args, **kwargs)
-        if len(parts) == 1 or not isinstance(self, Batch):
-            return parts
-        whole = self[WEIGHT].sum()
-        return [p.having({WEIGHT: p[WEIGHT] * whole / p[WEIGHT].sum() / len(parts)}) for p in parts]
-
-    return split
-
-
-@fault(
-    "accumulation_scale",
-    seam="posttrain.core.batch:Packed.split",
-    what="the loss is divided by the number of micro-batches although its weights already are a share of the whole",
-    harm="the learning rate falls when the memory setting changes",
-    source="pain 10, unsloth#3006",
-    shows=MICRO,
-)
-def _(real: Real) -> Real:
-    def split(self: Any, *args: Any, **kwargs: Any) -> Any:
-        parts = real(self, *args, **kwargs)
-        if not isinstance(self, Batch):
-            return parts
-        return [p.having({WEIGHT: p[WEIGHT] / len(parts)}) for p in parts]
-
-    return split
 
 
 @fault(

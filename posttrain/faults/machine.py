@@ -77,7 +77,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "sync_says_it_did",
-    seam="posttrain.engine.embedded.engine:replace_weights",
+    seam="posttrain.engine.embedded.cached_model:replace_weights",
     what="the engine takes the new version number and keeps the old weights",
     harm="every token is stamped with weights that did not say it",
     source="pain 4, slime#2091",
@@ -88,7 +88,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "sync_one_tensor_stale",
-    seam="posttrain.engine.embedded.engine:replace_weights",
+    seam="posttrain.engine.embedded.cached_model:replace_weights",
     what="one tensor of every push keeps its old value",
     harm="sampler and learner drift apart slowly, and nobody knows why",
     source="pain 4, SkyRL#1680",
@@ -116,22 +116,22 @@ def _(real: Real) -> Real:
 
 @fault(
     "gradient_cut",
-    seam="posttrain.engine.learner:_SelectRows.backward",
+    seam="posttrain.engine.sharing:SelectRows.backward",
     what="the gradient stops at the head: hidden states are detached on the way back",
     harm="only the last layer learns",
     source="pain 23",
 )
 def _(real: Real) -> Real:
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad, nothing = real(ctx, *grads)
-        return grad.new_zeros(grad.shape), nothing
+        grad, *rest = real(ctx, *grads)
+        return grad.new_zeros(grad.shape), *rest
 
     return backward
 
 
 @fault(
     "weight_decay_on",
-    seam="posttrain.api.build:AdamW",
+    seam="posttrain.api.build:StageOptimizer",
     what="the optimizer is built with a weight decay nobody asked for",
     harm="weights shrink by themselves, most where no gradient speaks against it",
     source="pain 25: opinionated defaults",
@@ -142,7 +142,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "gradient_clip_lost",
-    seam="posttrain.api.build:AdamW",
+    seam="posttrain.api.build:StageOptimizer",
     what="the global gradient clip of the configuration never reaches the optimizer",
     harm="one spike undoes days of training",
     source="pain 25: opinionated defaults",
@@ -188,7 +188,7 @@ def _scale(module: Any, by: float) -> None:
 
 @fault(
     "gradients_left_over",
-    seam="posttrain.engine.optimizer:AdamW.step",
+    seam="posttrain.engine.optimizer:StageOptimizer.step",
     what="gradients are not cleared after an optimizer step",
     harm="every step repeats the ones before it",
     source="pain 10",
@@ -206,7 +206,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "warmup_ignored",
-    seam="posttrain.engine.optimizer:AdamW.lr",
+    seam="posttrain.engine.optimizer:StageOptimizer.lr",
     what="the learning rate is at its full height from the first step",
     harm="the first steps, with moments that know nothing yet, do the damage warm-up is there to prevent",
     source="pain 25: opinionated defaults",
@@ -218,7 +218,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "attention_crosses_answers",
-    seam="posttrain.engine.learner:PackedLayout",
+    seam="posttrain.engine.sharing:PackedLayout",
     what="packed answers attend to the ones packed before them",
     harm="log-probs depend on the neighbours in the batch",
     source="pain 10, axolotl#3608",
@@ -264,7 +264,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "moments_lost_at_resume",
-    seam="posttrain.engine.optimizer:AdamW.load_state_tensors",
+    seam="posttrain.engine.optimizer:StageOptimizer.load_state_tensors",
     what="a resumed optimizer knows how many steps it took and has forgotten its moments",
     harm="the first steps after a restart are too large",
     source="pain 8, open-instruct#1823",
@@ -279,7 +279,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "second_moment_forgets",
-    seam="posttrain.api.build:AdamW",
+    seam="posttrain.api.build:StageOptimizer",
     what="the optimizer is built with another beta2 than configured",
     harm="steps are noisier than they should be, for no visible reason",
     source="pain 25: opinionated defaults",

@@ -43,7 +43,7 @@ class Fault:
     """Overrides of the smallest run in which it acts: a temperature other than 1, several micro-batches."""
     needs: str = ""
     """What that run needs in addition to overrides: `resume`, `tool` (an environment with observations), `bos`, `chat`,
-    `sft` (a supervised stage)."""
+    `sft` (a supervised stage), `state` (a model with a recurrent state)."""
 
 
 FAULTS: dict[str, Fault] = {}

@@ -17,7 +17,7 @@ from a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.core.batch import Batch
@@ -195,9 +195,7 @@ class Observers:
 
 
 def _with(step: Step, report: ObserverReport) -> Step:
-    return Step(
-        step.stage, step.index, step.version, {**step.gauges, **report.gauges}, step.clock, (*step.notes, *report.notes)
-    )
+    return replace(step, gauges={**step.gauges, **report.gauges}, notes=(*step.notes, *report.notes))
 
 
 UNOBSERVED = Observers()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from posttrain.core.batch import Batch
+from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner
 from posttrain.core.scores import TokenScores
 
@@ -31,6 +33,8 @@ class Passes:
 
     needs: Needs
     micros: list[Batch] = field(default_factory=list[Batch])
+    episodes: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    """The episodes of each micro-batch, as the minibatch numbers them."""
     logp: list[np.ndarray] = field(default_factory=list[np.ndarray])
     logp_grad: list[np.ndarray] = field(default_factory=list[np.ndarray])
     """d loss / d log-prob."""
@@ -40,14 +44,33 @@ class Passes:
     """(value, d loss / d value), if the loss reads values."""
     stale_gradients: int = 0
     """Parameters that still held a gradient before the first backward pass. There should be none."""
+    scale: float = 1.0
+    """The factor of the loss in the backward passes. The gradients here are without it."""
 
     @classmethod
-    def of(cls, needs: Needs, learner: Learner) -> Passes:
+    def of(cls, needs: Needs, learner: Learner, scale: float = 1.0) -> Passes:
         """Start recording, before the first forward pass."""
         held = [p.grad for p in learner.parameters().values()] if needs.gradients else []
-        return cls(needs, stale_gradients=sum(g is not None and bool(g.any()) for g in held))
+        return cls(needs, stale_gradients=sum(g is not None and bool(g.any()) for g in held), scale=scale)
 
-    def record(self, micro: Batch, scores: TokenScores) -> None:
+    def joined(self, batch: Batch, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """[M]: values per spoken token of each micro-batch, in the order of the minibatch.
+
+        Raises:
+            InvariantError: the parts do not have one value for each of its tokens.
+        """
+        places = [np.flatnonzero(np.isin(batch.sequence_M, chosen)) for chosen in self.episodes]
+        place = np.concatenate([np.zeros(0, np.int64), *places])
+        if not np.array_equal(np.sort(place), np.arange(batch.spoken)) or [*map(len, places)] != [*map(len, parts)]:
+            raise InvariantError(
+                f"the micro-batches computed {sum(map(len, parts))} values for {len(place)} spoken tokens of a"
+                f" minibatch of {batch.spoken}: every token belongs to exactly one micro-batch"
+            )
+        out = np.empty(len(place))
+        out[place] = np.concatenate([np.zeros(0), *parts])
+        return out
+
+    def record(self, micro: Batch, scores: TokenScores, episodes: np.ndarray) -> None:
         """Keep the scores of a micro-batch, and their gradients once backward has computed them.
 
         The hooks on the scores only read gradients; they never change them.
@@ -55,16 +78,17 @@ class Passes:
         if not (self.needs.logp or self.needs.gradients):
             return
         self.micros.append(micro)
+        self.episodes.append(episodes)
         self.logp.append(_numbers(scores.logp))
         if not self.needs.gradients:
             return
         if scores.entropy is not None and scores.entropy.requires_grad:
-            scores.entropy.register_hook(lambda grad: self.entropy_grad.append(_numbers(grad)))
+            scores.entropy.register_hook(lambda grad: self.entropy_grad.append(_numbers(grad) / self.scale))
         if scores.value is not None and scores.value.requires_grad:
             said = _numbers(scores.value)
-            scores.value.register_hook(lambda grad: self.value.append((said, _numbers(grad))))
+            scores.value.register_hook(lambda grad: self.value.append((said, _numbers(grad) / self.scale)))
         if scores.logp.requires_grad:
-            scores.logp.register_hook(lambda grad: self.logp_grad.append(_numbers(grad)))
+            scores.logp.register_hook(lambda grad: self.logp_grad.append(_numbers(grad) / self.scale))
 
 
 def _numbers(x: Tensor) -> np.ndarray:

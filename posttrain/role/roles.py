@@ -17,6 +17,7 @@ from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Stage
 from posttrain.role.events import Observers
+from posttrain.role.memory import PeakMemory
 from posttrain.role.prompts import Prompts
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
@@ -24,14 +25,28 @@ from posttrain.role.trainer import Trainer
 
 
 @dataclass
-class RoleSeconds:
-    """Wall-clock seconds per role. They are for people: no digest covers them."""
+class RoleCosts:
+    """Wall-clock seconds and peak memory per role. They are for people: no digest covers them.
+
+    A role within another counts for both.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     total: dict[str, float] = field(default_factory=dict[str, float])
+    peak: PeakMemory = field(default_factory=PeakMemory)
+    memory: dict[str, float] = field(default_factory=dict[str, float])
+    """Most bytes in use, of the roles since the last call of `take_memory`."""
+    most: dict[str, float] = field(default_factory=dict[str, float])
+    """The same of the whole stage."""
+    _open: list[float] = field(default_factory=list[float])
+    """What the roles that are not over had in use before a role within them began."""
 
     @contextmanager
     def of(self, role: str) -> Iterator[None]:
+        if self._open:
+            self._open[-1] = max(self._open[-1], self.peak.read())
+        self._open.append(0.0)
+        self.peak.reset()
         begun = time.perf_counter()
         try:
             yield
@@ -39,10 +54,20 @@ class RoleSeconds:
             spent = time.perf_counter() - begun
             self.seconds[role] = self.seconds.get(role, 0.0) + spent
             self.total[role] = self.total.get(role, 0.0) + spent
+            used = max(self._open.pop(), self.peak.read())
+            self.memory[role] = max(self.memory.get(role, 0.0), used)
+            self.most[role] = max(self.most.get(role, 0.0), used)
+            if self._open:
+                self._open[-1] = max(self._open[-1], used)
 
     def take(self) -> dict[str, float]:
         """The seconds measured since the last call."""
         taken, self.seconds = self.seconds, {}
+        return taken
+
+    def take_memory(self) -> dict[str, float]:
+        """The peak bytes since the last call."""
+        taken, self.memory = self.memory, {}
         return taken
 
 
@@ -62,7 +87,7 @@ class StageRoles(Generic[S]):
     text: Callable[[np.ndarray], str]
     """Decodes token ids, for messages."""
     watch: Observers = field(default_factory=Observers)
-    clock: RoleSeconds = field(default_factory=RoleSeconds)
+    clock: RoleCosts = field(default_factory=RoleCosts)
 
 
 @dataclass(kw_only=True)

@@ -37,9 +37,9 @@ class Gap:
         return self.worst <= bound.worst and self.mean <= bound.mean
 
 
-LEAST: Mapping[str, Gap] = {"float32": Gap(2e-3, 2e-5), "bfloat16": Gap(0.25, 0.02)}
+LEAST: Mapping[str, Gap] = {"float32": Gap(2e-3, 2e-5), "bfloat16": Gap(0.25, 0.02), "float16": Gap(0.03, 2.5e-3)}
 """A gap that is always allowed, by dtype."""
-CEILING: Mapping[str, Gap] = {"float32": Gap(0.05, 2e-3), "bfloat16": Gap(2.0, 0.2)}
+CEILING: Mapping[str, Gap] = {"float32": Gap(0.05, 2e-3), "bfloat16": Gap(2.0, 0.2), "float16": Gap(0.25, 0.025)}
 """The largest gap that is ever allowed, by dtype."""
 MARGIN = 8.0
 """How many times the error of one computation against float64 two of them may differ."""
@@ -69,7 +69,7 @@ def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperatu
     )
 
 
-FLOOR: Mapping[str, float] = {"float32": LEAST["float32"].worst, "bfloat16": 0.03}
+FLOOR: Mapping[str, float] = {"float32": LEAST["float32"].worst, "bfloat16": 0.03, "float16": 4e-3}
 """The least noise assumed, by dtype, since a few tokens may show too little of it."""
 
 

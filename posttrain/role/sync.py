@@ -28,13 +28,49 @@ class Sync:
     """Of the weights. It sets how far the two sides' log-probs may differ by rounding."""
     transport: Transport = field(default_factory=InProcess)
     """Carries the weights."""
+    tried: bool = False
+    """Whether the sampler has been shown to compute with the learner's adapter."""
 
     async def push(self, version: int) -> str:
         """Push the learner's weights as `version`; returns their fingerprint.
 
         Raises:
-            InvariantError: the sampler serves other weights or another version, or computes other log-probs with them.
+            InvariantError: the sampler serves other weights or another version, or computes other log-probs with them,
+                or without the adapter.
         """
+        if not self.tried:
+            await self._try_adapter(self.sampler.version + 1)
+            self.tried = True
+        served = await self._send(version)
+        await self._scores_alike(version)
+        return served
+
+    async def _try_adapter(self, version: int) -> None:
+        """Show once that the sampler computes with the adapter, by pushing a loud one as `version`.
+
+        A young adapter changes log-probs by less than rounding, so a sampler that leaves it out would pass the other
+        checks.
+        """
+        trial = self.learner.adapter()
+        if trial is None:
+            return
+        with trial.loud():
+            await self._send(version)
+            packed = packed_text(self.probe_ids)
+            ours, theirs = self.learner.score(packed), await self.sampler.score(self.probe_ids)
+            base = trial.without(packed)
+            changed, apart = Gap.of(ours, base), Gap.of(theirs, base)
+            if not apart.mean > changed.mean / 2:
+                raise InvariantError(
+                    f"the sampler does not compute with the adapter: a loud one changes the learner's log-probs by"
+                    f" {changed.mean:.3g} nats in the mean, and the sampler's by {apart.mean:.3g}. Its answers would be"
+                    " those of the model without what was learned. Check that the engine serves adapters on these"
+                    " layers (model.lora.targets), or sample with engine=embedded"
+                )
+            await self._scores_alike(version)
+
+    async def _send(self, version: int) -> str:
+        """Send what the learner holds as `version`; returns its fingerprint, which both sides have."""
         served = await self.transport.send(version, self.learner.shards(), self.sampler)
         ours = self.learner.fingerprint()
         if served != ours:
@@ -48,7 +84,6 @@ class Sync:
             raise InvariantError(
                 f"the sampler says it serves version {self.sampler.version} after a push of version {version}"
             )
-        await self._scores_alike(version)
         return served
 
     async def _scores_alike(self, version: int) -> None:

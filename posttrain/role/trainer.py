@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from posttrain.core.ports import Learner
 from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.scores import ExpectedUpdate, TokenScores
 from posttrain.role.events import UNOBSERVED, DifferentiatedEvent, LearnedEvent, Observers, PackedEvent
+from posttrain.role.memory import memory_suffices
 from posttrain.role.passes import Passes
 
 
@@ -63,6 +66,30 @@ NAMED = 4
 """The largest number of episodes that a message names."""
 
 
+@dataclass
+class Packing:
+    """How well the micro-batches of an optimizer step are filled, and what they share."""
+
+    room: int
+    """Packed tokens that a micro-batch may have."""
+    sizes: list[int] = field(default_factory=list[int])
+    computed: int = 0
+
+    def add(self, micro: Batch, scores: TokenScores) -> None:
+        self.sizes.append(len(micro.ids_N))
+        self.computed += len(micro.ids_N) if scores.computed is None else scores.computed
+
+    def gauges(self) -> Gauges:
+        """A minibatch that fits into one pass wastes no room."""
+        total, passes = sum(self.sizes), len(self.sizes)
+        room = sum(max(self.room, n) for n in self.sizes) if passes > 1 else total
+        return {
+            "learner/micro_batches": Gauge(passes, 1),
+            "learner/bin_waste": Gauge(room - total, room),
+            "learner/shared": Gauge(total - self.computed, total),
+        }
+
+
 class WeightOptimizer(Protocol):
     """What the trainer needs of an optimizer: one step on the gradients that the parameters hold."""
 
@@ -77,6 +104,16 @@ class WeightOptimizer(Protocol):
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
+        ...
+
+    def pending_bytes(self) -> int:
+        """Bytes of state that the next step will add."""
+        ...
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in the next backward pass; 1 where losses are not scaled. `gather` divides by it. A
+        step whose gradient is not finite makes it smaller, unless it is 1."""
         ...
 
     def trained(self) -> Mapping[str, torch.Tensor]:
@@ -114,6 +151,8 @@ class Trainer:
     optimizer: WeightOptimizer
     micro_tokens: int
     version: int = 0
+    skipped: int = 0
+    """Optimizer steps in a row that were left out, up to now (`Optimizer.skips`)."""
 
     def step(
         self, batch: Batch, loss: Loss, watch: Observers = UNOBSERVED, *, index: int = 0, first: bool = False
@@ -131,20 +170,44 @@ class Trainer:
         """
         packed = PackedEvent(index, batch, first, self.version)
         watch.emit(packed)
-        lr, passes = self.optimizer.lr, Passes.of(watch.needs(packed), self.learner)
+        lr, scale = self.optimizer.lr, self.optimizer.loss_scale
+        passes = Passes.of(watch.needs(packed), self.learner, scale)
         self.learner.train_mode(True)
-        parts: list[Terms] = []
-        for micro in batch.split(self.micro_tokens):
-            scores = self._forward(micro, loss)
-            passes.record(micro, scores)
-            terms = loss.terms(micro, scores)
-            terms.loss.backward()
-            self.optimizer.gather()
-            parts.append(Terms(terms.loss.detach(), terms.gauges))
+        parts, packing = list[Terms](), Packing(self.micro_tokens)
+        with self.frozen():
+            for episodes, micro in self._micros(batch):
+                with memory_suffices(micro, self.micro_tokens):
+                    scores = self._forward(micro, loss)
+                    passes.record(micro, scores, episodes)
+                    packing.add(micro, scores)
+                    terms = loss.terms(micro, scores)
+                    (terms.loss if scale == 1 else terms.loss * scale).backward()
+                    self.optimizer.gather()
+                parts.append(Terms(terms.loss.detach(), terms.gauges))
         watch.emit(DifferentiatedEvent(packed, passes))
-        gauges = merge(loss.gauges(batch, parts), self._update(batch, loss))
-        watch.emit(LearnedEvent(packed, passes, lr))
-        return gauges
+        overflow = scale > 1 and all(bool(torch.isfinite(part.loss)) for part in parts)
+        updated = self._update(batch, loss, overflow)
+        if "optim/overflowed" not in updated:
+            watch.emit(LearnedEvent(packed, passes, lr))
+        return merge(loss.gauges(batch, parts), updated, packing.gauges())
+
+    def _micros(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch]]:
+        """The micro-batches, each with its episodes in the minibatch.
+
+        Raises:
+            InvariantError: they are not the whole minibatch, each episode once.
+        """
+        bins = batch.bins(self.micro_tokens)
+        micros = batch.cut(bins)
+        packed = np.sort(np.concatenate(bins))
+        if not np.array_equal(packed, np.arange(batch.episodes)) or sum(m.spoken for m in micros) != batch.spoken:
+            count = np.bincount(packed, minlength=batch.episodes)
+            raise InvariantError(
+                f"the micro-batches hold {sum(m.spoken for m in micros)} spoken tokens of the minibatch's"
+                f" {batch.spoken}; {int((count == 0).sum())} of its {batch.episodes} episodes are in none of them and"
+                f" {int((count > 1).sum())} in several: packing dropped or doubled a trajectory"
+            )
+        return zip(bins, micros, strict=True)
 
     def _forward(self, micro: Batch, loss: Loss) -> TokenScores:
         reads = loss.reads(micro)
@@ -156,15 +219,36 @@ class Trainer:
             head_only=reads.head_only,
         )
 
-    def _update(self, batch: Batch, loss: Loss) -> Gauges:
-        """The optimizer's step. If the gradient is not finite, each unit's loss is computed alone to find the cause."""
-        lr = self.optimizer.lr
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Inside: no gradient of a parameter is computed that the optimizer does not update."""
+        moved = self.trained()
+        still = [p for n, p in self.learner.parameters().items() if n not in moved]
+        for p in still:
+            p.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for p in still:
+                p.requires_grad_(True)
+
+    def _update(self, batch: Batch, loss: Loss, overflow: bool) -> Gauges:
+        """The optimizer's step. If the gradient is not finite, each unit's loss is computed alone to find the cause.
+
+        Args:
+            overflow: the scale of the loss alone can be that cause. Then the step is left out, and the next one has a
+                smaller scale.
+        """
+        lr, scale = self.optimizer.lr, self.optimizer.loss_scale
         norm = self.optimizer.step()
         self.learner.train_mode(False)
+        scaled = {"optim/loss_scale": Gauge(scale, 1)} if scale != 1 else {}
+        if not math.isfinite(norm) and overflow:
+            return scaled | {"optim/overflowed": Gauge(1, 1), "optim/steps": Gauge(0, 1)}
         if not math.isfinite(norm):
             raise NonFiniteGradient(norm, self.version + 1, self._culprits(batch, loss), batch.episodes)
-        self.version += 1
-        return {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
+        self.version, self.skipped = self.version + 1, 0
+        return scaled | {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
     def _culprits(self, batch: Batch, loss: Loss) -> list[int]:
         """Episodes of the units whose own loss or gradient is not finite. The weights have not changed since."""

@@ -16,6 +16,8 @@ from posttrain.role.trainer import WeightOptimizer
 
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+AVERAGE = "ema."
+"""Begins the names of moving averages in the optimizer's state."""
 
 
 def save_weights(folder: Path, learner: Learner) -> None:
@@ -34,6 +36,25 @@ def save_optimizer(folder: Path, optimizer: WeightOptimizer) -> None:
 
 def load_optimizer(folder: Path, optimizer: WeightOptimizer) -> None:
     optimizer.load_state_tensors(_load(folder / OPTIMIZER))
+
+
+def load_average(folder: Path, learner: Learner) -> None:
+    """Load the weights of a checkpoint, and over them the moving averages that its optimizer kept (`Optimizer.ema`).
+
+    Raises:
+        RunFolderError: it has none.
+    """
+    load_weights(folder, learner)
+    held = _load(folder / OPTIMIZER) if (folder / OPTIMIZER).exists() else {}
+    averages = {n.removeprefix(AVERAGE): t for n, t in held.items() if n.startswith(AVERAGE)}
+    if not averages:
+        raise RunFolderError(
+            f"{folder} holds no moving average of the weights: a stage keeps one with optimizer.ema=0.99, in the"
+            " checkpoints inside it and in the last one of the run"
+        )
+    parameters = learner.parameters()
+    weights = {n: p.detach() for n, p in parameters.items()}
+    _copy({**weights, **averages}, parameters, folder / OPTIMIZER)
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:

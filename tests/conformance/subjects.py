@@ -29,8 +29,7 @@ from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Said, Segment
-from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.embedded import engine as embedded
+from posttrain.engine.embedded import EmbeddedEngine, cached_model
 from posttrain.engine.embedded.prefix_tree import PrefixTree
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy
@@ -147,7 +146,7 @@ def _embedded(kernels: KernelChoice = "auto", device: str = "cpu") -> Subject:
 
     @contextmanager
     def lossy() -> Iterator[None]:
-        replace_all = embedded.replace_weights
+        replace_all = cached_model.replace_weights
 
         def all_but_one(module: torch.nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
             before = module.get_parameter(LOST).clone()
@@ -155,11 +154,11 @@ def _embedded(kernels: KernelChoice = "auto", device: str = "cpu") -> Subject:
             with torch.no_grad():
                 module.get_parameter(LOST).copy_(before)
 
-        embedded.replace_weights = all_but_one
+        cached_model.replace_weights = all_but_one
         try:
             yield
         finally:
-            embedded.replace_weights = replace_all
+            cached_model.replace_weights = replace_all
 
     return Subject(
         "embedded",

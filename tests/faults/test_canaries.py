@@ -19,7 +19,7 @@ from posttrain.core.errors import InvariantError, RewardError
 from posttrain.core.ladder import GRPO
 from posttrain.core.run import Optimizer, Run
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.engine.optimizer import AdamW
+from posttrain.engine.optimizer import StageOptimizer
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 
@@ -181,11 +181,11 @@ def test_a_move_that_earlier_gradients_cancel_is_no_fault() -> None:
     so no fault."""
     config = Optimizer(lr=1e-6, warmup=0, clip=1e9)
     w = torch.full((4,), 1.0)
-    optimizer = AdamW({"norm": w}, config)
+    optimizer = StageOptimizer({"norm": w}, config)
     w.grad = torch.full((4,), 1.0)
     optimizer.step()
     w.grad = torch.full((4,), -0.9)
-    handed, told = Handed.of(optimizer, config), Handed.of(AdamW({"norm": w}, config), config)
+    handed, told = Handed.of(optimizer, config), Handed.of(StageOptimizer({"norm": w}, config), config)
     optimizer.step()
     assert float(w[0]) == handed.largest["norm"].weight
     assert moved(handed, {"norm": w}, config.lr) == {}

@@ -30,7 +30,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Stage
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.engine.optimizer import AdamW
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.role.events import (
     Event,
     LearnedEvent,
@@ -161,7 +161,7 @@ def test_a_gradient_that_float32_cannot_square_is_no_fault(size: float) -> None:
     """The second moment of a gradient below 1e-20 has no digits left in float32; nothing else moves the weights."""
     config = Optimizer(warmup=0)
     w = torch.nn.Parameter(torch.linspace(0.5, 1.5, 7))
-    optimizer = AdamW({"w": w}, config)
+    optimizer = StageOptimizer({"w": w}, config)
     w.grad = torch.linspace(-1, 1, 7) * size
     handed = Handed.of(optimizer, config)
     optimizer.step()

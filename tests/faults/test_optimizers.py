@@ -18,7 +18,7 @@ from posttrain.core import reader
 from posttrain.core.errors import InvariantError
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
-from posttrain.engine.optimizer import AdamW
+from posttrain.engine.optimizer import StageOptimizer
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 
@@ -30,6 +30,8 @@ class Momentum:
         self.config, self.steps = config, 0
         self.parameters = dict(parameters)
         self.momentum = {n: torch.zeros_like(p) for n, p in parameters.items()}
+
+    loss_scale = 1.0
 
     @property
     def lr(self) -> float:
@@ -155,7 +157,7 @@ def test_adamw_does_what_it_says_at_every_step(dtype: torch.dtype) -> None:
     draws = torch.Generator().manual_seed(3)
     config = Optimizer(lr=0.01, weight_decay=0.1, clip=1.5, warmup=3)
     parameters = {n: torch.randn(4, 3, generator=draws).to(dtype).requires_grad_() for n in ("a", "b")}
-    adam = AdamW(parameters, config)
+    adam = StageOptimizer(parameters, config)
     for step in range(6):
         for name in ("a", "b") if step % 2 else ("a",):
             parameters[name].grad = torch.randn(4, 3, generator=draws).to(dtype)
@@ -178,7 +180,7 @@ def test_adamw_does_what_it_says_at_every_step(dtype: torch.dtype) -> None:
 def test_what_is_expected_does_not_hang_on_what_the_optimizer_was_built_with() -> None:
     config = Optimizer(lr=0.01, warmup=4)
     w = {"w": torch.ones(3, requires_grad=True)}
-    other = AdamW(w, Optimizer(lr=1.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.5, clip=0.1, warmup=0))
-    told = [o.expected_update(config, "w", torch.full((3,), 0.3), 0.5) for o in (AdamW(w, config), other)]
+    other = StageOptimizer(w, Optimizer(lr=1.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.5, clip=0.1, warmup=0))
+    told = [o.expected_update(config, "w", torch.full((3,), 0.3), 0.5) for o in (StageOptimizer(w, config), other)]
     assert torch.equal(told[0].move, told[1].move) and told[0].size == told[1].size == 0.01 / 4
     torch.testing.assert_close(told[0].move, torch.full((3,), -0.01 / 4, dtype=torch.float64), rtol=1e-6, atol=0)

@@ -57,7 +57,7 @@ def digest(folder: Path) -> str:
         path = last.folder / name
         h.update(name.encode() + (path.read_bytes() if path.exists() else b"-"))
     state = {k: v for k, v in last.state.items() if k in ("stage", "version", "accuracy")}
-    cut = {k: v for k, v in (last.state["running"] or {}).items() if k not in ("seconds", "roles")}
+    cut = {k: v for k, v in (last.state["running"] or {}).items() if k not in ("seconds", "roles", "peaks")}
     h.update(repr((sorted(state.items()), sorted(cut.items()))).encode())
     return h.hexdigest()
 

@@ -118,7 +118,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         assert request == "request"
         yield SimpleNamespace(play=play)
 
-    put(monkeypatch, "main", SimpleNamespace(**{name: remember(name) for name in ("evaluate", "export")}))
+    def certified_export(*a: Any) -> tuple[str, SimpleNamespace]:
+        calls["export"] = a
+        return "somewhere", SimpleNamespace(line="certified")
+
+    put(monkeypatch, "main", SimpleNamespace(evaluate=remember("evaluate"), certified_export=certified_export))
     put(monkeypatch, "request", SimpleNamespace(RunOptions=RunOptions, requested=requested))
     put(monkeypatch, "session", SimpleNamespace(open_session=open_session))
     return calls
@@ -150,16 +154,15 @@ def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.C
             "max_tokens": None,
             "temperature": 0.5,
             "trust": False,
+            "ema": False,
             "remote": EndpointOptions(),
         },
     )
     assert main(["eval", "http://h/v1", "--tokenizer", "t", "--key-env", "K", "--api", "completions"]) == 0
     assert called["evaluate"][1]["remote"] == EndpointOptions(tokenizer="t", key_env="K", api="completions")
     assert main(["export", "runs/x", "out", "--checkpoint", "best"]) == 0
-    assert (
-        called["export"] == (("runs/x", "out", "best", False, False), {})
-        and "wrote somewhere" in capsys.readouterr().out
-    )
+    assert called["export"] == ("runs/x", "out", "best", False, False, False, False)
+    assert "wrote somewhere\ncertified" in capsys.readouterr().out
 
 
 def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:

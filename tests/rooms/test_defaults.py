@@ -85,7 +85,7 @@ def test_a_real_model_on_a_gpu(qwen: Path, tmp_path: Path) -> None:
     assert (run.model.device, run.model.dtype, run.threads) == ("cuda", "bfloat16", 0)
     assert (rl.optimizer.lr, rl.prompts, rl.siblings, rl.sampling.max_tokens) == (1e-6, 128, 8, 1024)
     assert run.model.context == 1536 and run.slots == 512 and rl.micro_tokens == 8192
-    assert not run.model.gradient_checkpointing
+    assert run.model.gradient_checkpointing == "none"
     assert "  rl.optimizer.lr = 1e-06: full weights, as published for half a billion parameters and more" in ready.lines
     assert (
         all(len(line.replace(str(qwen), "MODEL").replace(str(tmp_path), "DATA")) <= 120 for line in ready.lines)
@@ -125,7 +125,7 @@ def test_a_model_that_does_not_fit_is_told(qwen: Path) -> None:
     with (qwen / "model.safetensors").open("wb") as file:
         file.truncate(14_000_000_000)
     ready = chosen("grpo", f"model={qwen}")
-    assert ready.run.model.gradient_checkpointing and "7 billion parameters takes about" in ready.lines[-1]
+    assert ready.run.model.gradient_checkpointing == "full" and "7 billion parameters takes about" in ready.lines[-1]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_export_has_a_card(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(run), str(tmp_path / "my-model")]) == 0
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'my-model'}\n"
+    assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'my-model'}\ncertified: ")
     card = (tmp_path / "my-model" / "README.md").read_text()
     front = card.split("---\n")[1]
     assert "library_name: transformers" in front and '- "reinforcement-learning"' in front
@@ -200,7 +200,7 @@ def test_a_push_makes_a_private_repository_with_the_model_and_its_card(
         alone.setenv("HF_ENDPOINT", seen.url)
         alone.setattr("huggingface_hub.constants.ENDPOINT", seen.url)  # read when that library was imported
         assert main(["export", str(run), "hub:me/my-model"]) == 0
-        assert capsys.readouterr().out == f"pushed to {seen.url}/me/my-model\n"
+        assert capsys.readouterr().out.startswith(f"pushed to {seen.url}/me/my-model\ncertified: ")
     assert seen.made[0]["name"] == "my-model" and seen.made[0]["visibility"] == "private"
     assert seen.tokens == {"Bearer hf_test"}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= seen.files.keys()

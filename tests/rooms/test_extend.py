@@ -96,7 +96,7 @@ REFUSALS = {
     ("sft.steps=9",): "sft is over, and a later stage has begun",
     (
         "rl.optimizer.lr=1e-3",
-    ): "rl.optimizer.lr=1e-3 cannot change.*moments.*(?s:.)*model=.*sft=none rl.optimizer.lr=1e-3",
+    ): "rl.optimizer.lr=1e-3 cannot change.*learning rates so far.*(?s:.)*model=.*sft=none rl.optimizer.lr=1e-3",
     ("clip.high=0.3",): "clip.high=0.3 cannot change in a run that goes on: the steps so far",
     ("seed=4",): "seed=4 cannot change",
     ("sft=none",): "goes on with the stages it was begun with",

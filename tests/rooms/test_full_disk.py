@@ -186,7 +186,7 @@ def test_an_export_that_does_not_fit_leaves_an_empty_folder(
     folder = play(tmp_path / "run", *given)
     capsys.readouterr()
     with monkeypatch.context() as m:
-        install(m, r"/my-model$", 1)
+        install(m, r"/my-model/\.unverified$", 1)
         assert "export again" in refused(capsys, "export", str(folder), str(tmp_path / "my-model"), code=5)
     assert not list((tmp_path / "my-model").iterdir())
     assert main(["export", str(folder), str(tmp_path / "my-model")]) == 0

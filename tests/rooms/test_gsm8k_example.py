@@ -117,6 +117,10 @@ def test_every_command_of_the_page_runs(
     assert branch.facts["branched_from"]["identity"] == first.identity
     assert len(reader.steps(there / "runs" / "gsm8k")) == 3
     assert (there / "my-model" / "config.json").exists()
+    assert "rl.optimizer.lr = 1e-05: " in " ".join(said.out.split())
+    adapted = reader.run_file(there / "runs" / "gsm8k-lora").run
+    assert adapted.model.lora and adapted.model.lora.rank == 16 and adapted.stage("rl").optimizer.lr == 1e-5
+    assert (there / "my-adapter" / "adapter_config.json").exists()
 
 
 def test_the_prompts_hold_each_problem_once_and_the_result_alone(there: Path) -> None:

@@ -19,7 +19,7 @@ from posttrain.core.run import Optimizer
 from posttrain.core.sampling import Sampling
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.optimizer import AdamW
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.role.transport import whole_tensors
 
 
@@ -114,7 +114,7 @@ def test_any_order_and_split_has_the_same_gradient(arch: str) -> None:
 
 def test_checkpointing_changes_no_gradient_and_scoring_leaves_no_trace() -> None:
     plain, batch = exact_learner(), packed(4)
-    saving = HFLearner(policy(dtype=torch.float64), gradient_checkpointing=True)
+    saving = HFLearner(policy(dtype=torch.float64), gradient_checkpointing="full")
     torch.nn.init.constant_(saving.value_head.weight, 0.1)
     saving.train_mode(True)
     kept: list[int] = []
@@ -149,7 +149,7 @@ def test_a_frozen_scorer_stays_where_it_was_born() -> None:
     p, batch = policy(), packed(3)
     learner, reference = HFLearner(p), FrozenScorer(p)
     assert np.array_equal(reference.score(batch), learner.score(batch)) and reference.digest == learner.fingerprint()
-    adam = AdamW(learner.parameters(), Optimizer(warmup=0))
+    adam = StageOptimizer(learner.parameters(), Optimizer(warmup=0))
     learner.forward(batch, entropy=False, value=False).logp.sum().backward()
     adam.step()
     assert reference.fingerprint() == reference.digest != learner.fingerprint()
@@ -183,7 +183,7 @@ def feed(parameters: dict[str, Tensor], step: int) -> None:
 def test_is_adamw_with_clip_and_warm_up() -> None:
     config = Optimizer(lr=0.01, weight_decay=0.1, clip=1.5, warmup=4)
     ours, theirs = weights(), weights()
-    adam = AdamW(ours, config)
+    adam = StageOptimizer(ours, config)
     reference = torch.optim.AdamW(theirs.values(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(reference, lambda k: min(1.0, (k + 1) / 4))
     for step in range(8):
@@ -202,7 +202,7 @@ def test_is_adamw_with_clip_and_warm_up() -> None:
 def test_resumes_bit_for_bit_from_disk(tmp_path: Path, dtype: torch.dtype) -> None:
     config = Optimizer(warmup=3)
     on, resumed = weights(dtype), weights(dtype)
-    first = AdamW(on, config)
+    first = StageOptimizer(on, config)
     for step in range(4):
         feed(on, step)
         first.step()
@@ -210,7 +210,7 @@ def test_resumes_bit_for_bit_from_disk(tmp_path: Path, dtype: torch.dtype) -> No
     with torch.no_grad():
         for name in resumed:
             resumed[name].copy_(on[name])
-    second = AdamW(resumed, config)
+    second = StageOptimizer(resumed, config)
     second.load_state_tensors(load_file(tmp_path / "optimizer.safetensors"))
     for step in range(4, 8):
         feed(on, step), feed(resumed, step)
@@ -221,7 +221,7 @@ def test_resumes_bit_for_bit_from_disk(tmp_path: Path, dtype: torch.dtype) -> No
 
 def test_bfloat16_updates_smaller_than_its_rounding_add_up() -> None:
     p = {"w": torch.ones(3, dtype=torch.bfloat16, requires_grad=True)}
-    adam = AdamW(p, Optimizer(lr=1e-4, warmup=0))
+    adam = StageOptimizer(p, Optimizer(lr=1e-4, warmup=0))
     for _ in range(100):
         p["w"].grad = torch.ones(3, dtype=torch.bfloat16)
         adam.step()
@@ -236,7 +236,7 @@ def test_bfloat16_updates_smaller_than_its_rounding_add_up() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_an_infinite_norm_moves_nothing(bad: float) -> None:
     p = weights()
-    adam = AdamW(p, Optimizer())
+    adam = StageOptimizer(p, Optimizer())
     feed(p, 0)
     adam.step()
     before, state = (
@@ -253,7 +253,7 @@ def test_an_infinite_norm_moves_nothing(bad: float) -> None:
 
 
 def test_foreign_optimizer_state_is_refused() -> None:
-    adam = AdamW(weights(), Optimizer())
+    adam = StageOptimizer(weights(), Optimizer())
     with pytest.raises(RunFolderError, match="'steps' does not fit"):
         adam.load_state_tensors({})
     with pytest.raises(RunFolderError, match="'exp_avg.c' does not fit"):
@@ -266,7 +266,7 @@ def test_foreign_optimizer_state_is_refused() -> None:
 def test_micro_batches_of_bfloat16_add_up_in_float32() -> None:
     """1 + 4 / 1024 is no bfloat16 number: summed there, the four small gradients would be lost."""
     p = {"w": torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)}
-    optimizer = AdamW(p, Optimizer(lr=0.1, clip=math.inf))
+    optimizer = StageOptimizer(p, Optimizer(lr=0.1, clip=math.inf))
     for size in (1.0, *[1 / 1024] * 4):
         p["w"].grad = torch.full((2,), size, dtype=torch.bfloat16)
         optimizer.gather()

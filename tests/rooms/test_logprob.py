@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
 from posttrain.engine import logprob, transform
-from posttrain.engine.logprob import candidates, energies, logprobs, most_probable
+from posttrain.engine.kernels import TABLE
+from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
+from tests.peak import peak_bytes
 
 M, H, V = 7, 5, 11
 
@@ -83,6 +86,14 @@ def plain(h: Tensor, w: Tensor, b: Tensor | None, case: Case) -> tuple[Tensor, T
     return logp.gather(1, targets()[:, None])[:, 0], entropy
 
 
+@pytest.fixture(params=[4, 16384], ids=lambda n: f"blocks of {n}")
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Most ids that are read at once. The vocabulary has 11: three blocks of 4, 4 and 3, or one."""
+    monkeypatch.setattr(logprob, "CHUNK_IDS", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_equals_plain_log_softmax_with_its_gradient(case: Case, chunk: int) -> None:
@@ -100,6 +111,7 @@ def test_equals_plain_log_softmax_with_its_gradient(case: Case, chunk: int) -> N
             torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_gradcheck(case: Case) -> None:
     h, w, b = inputs(bias=case.bias)
@@ -164,6 +176,123 @@ def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [4, 3, 4, 3]
 
 
+def test_never_more_than_a_block_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every matrix of logits has at most `block` columns, and each block of the weight is read once for all tokens."""
+    seen: list[tuple[int, int]] = []
+    whole = transform.logits
+    monkeypatch.setattr(
+        transform, "logits", lambda h, w, *rest: seen.append((h.shape[0], w.shape[0])) or whole(h, w, *rest)
+    )
+    h, w, b = inputs()
+    logprobs(h, w, b, targets(), sampling=Sampling(), chunk=4, block=6)[0].sum().backward()
+    assert seen == [(4, 6), (3, 6), (4, 5), (3, 5)] * 2
+
+
+def test_one_block_has_the_bits_of_logsumexp() -> None:
+    for vocabulary in (7, 300, 5000):
+        g = torch.Generator().manual_seed(vocabulary)
+        h, w = torch.randn(50, 16, generator=g), torch.randn(vocabulary, 16, generator=g)
+        said = torch.randint(0, vocabulary, (50,), generator=g)
+        logp, _ = logprobs(h, w, None, said, sampling=Sampling())
+        z = transform.logits(h, w, None)
+        assert torch.equal(logp, z.gather(1, said[:, None])[:, 0] - z.logsumexp(1))
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_large_vocabulary_is_within_the_bound_of_its_definition(dtype: torch.dtype, truncated: bool) -> None:
+    """Blocks of their usual size beside the plain definition in float64: values and gradients, relative to the
+    largest number."""
+    tokens, width, vocabulary = 48, 32, 2 * logprob.CHUNK_IDS + 5000
+    g = torch.Generator().manual_seed(0)
+    ours = [torch.randn(n, width, generator=g).to(dtype).requires_grad_() for n in (tokens, vocabulary)]
+    theirs = [x.detach().double().requires_grad_() for x in ours]
+    said = torch.randint(0, vocabulary, (tokens,), generator=g)
+    kept = Kept.of([np.unique([int(t), 5, 20_000, vocabulary - 1]) for t in said]) if truncated else None
+    how: dict[str, Any] = {"sampling": Sampling(temperature=0.8, top_k=4 if truncated else 0), "kept": kept}
+    found = logprobs(*ours, None, said, softcap=20.0, want_entropy=True, **how)
+    wanted = logprobs(*theirs, None, said, softcap=20.0, want_entropy=True, kernels="reference", **how)
+    (found[0].sum() + 0.3 * found[1].sum()).backward()  # type: ignore[union-attr]
+    (wanted[0].sum() + 0.3 * wanted[1].sum()).backward()  # type: ignore[union-attr]
+    (bound,) = (k.bounds[dtype] for k in TABLE["head"] if k.form == "torch")
+    pairs = [*zip(found, wanted, strict=True), *((a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))]
+    for a, b in pairs:
+        assert a is not None and b is not None
+        assert float((a - b).detach().abs().max()) <= bound * max(1.0, float(b.detach().abs().max()))
+
+
+def test_blocks_far_apart_in_size_lose_nothing() -> None:
+    """Logits of a later block that are larger by thousands, and blocks that a kept set leaves empty, forward and
+    backward, in float64."""
+    logits = torch.tensor([[-9000.0, -9001.0, 3.0, 2.0, 9000.0, 8999.0]], dtype=torch.float64)
+    for kept in (None, Kept.of([np.array([4, 5])]), Kept.of([np.array([2, 4])]), Kept.of([np.array([0, 4])])):
+        found = []
+        for block in (1, 2, 6):
+            w = logits.t().clone().requires_grad_()
+            h = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+            how = {"sampling": Sampling(top_k=0 if kept is None else 2), "kept": kept}
+            logp, entropy = logprobs(h, w, None, torch.tensor([4]), want_entropy=True, block=block, **how)
+            assert entropy is not None
+            (logp + 0.3 * entropy).sum().backward()
+            found.append((logp.detach(), entropy.detach(), h.grad, w.grad))
+        for one in found[:-1]:
+            for x, y in zip(one, found[-1], strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_odds_by_their_definition(case: Case) -> None:
+    h, w, b = inputs(bias=case.bias)
+    below, upto, ratio, apart = odds(h, w, b, targets(), (0.5, 1.25), **case.arguments())
+    everything = torch.arange(V).expand(M, V)
+    p = candidates(h, w, b, everything, **case.arguments()).detach().exp()
+    for m, said in enumerate(targets().tolist()):
+        assert abs(float(below[m]) - float(p[m, :said].sum())) < 1e-12
+        assert abs(float(upto[m]) - float(p[m, : said + 1].sum())) < 1e-12
+        for k, t in enumerate((0.5, 1.25)):
+            q = p[m] ** (1 / t) / (p[m] ** (1 / t)).sum()
+            assert abs(float(ratio[m, k]) - float((q[said] / p[m, said]).log())) < 1e-10
+            assert abs(float(apart[m, k]) - 0.5 * float((q - p[m]).abs().sum())) < 1e-12
+
+
+def head_peak(
+    tokens: int, width: int, vocabulary: int, dtype: torch.dtype = torch.float32, entropy: bool = True
+) -> int:
+    """Bytes of a forward and a backward beyond the hidden states and the weight."""
+    h, w = (
+        torch.randn(tokens, width).to(dtype).requires_grad_(),
+        torch.randn(vocabulary, width).to(dtype).requires_grad_(),
+    )
+    said = torch.randint(0, vocabulary, (tokens,))
+
+    def work() -> None:
+        logp, spread = logprobs(h, w, None, said, sampling=Sampling(), want_entropy=entropy)
+        (logp.sum() + (0.0 if spread is None else 0.01 * spread.sum())).backward()
+
+    return peak_bytes(work)
+
+
+@pytest.mark.prove
+@pytest.mark.prove
+def test_memory_is_that_of_the_gradients_and_a_few_tiles() -> None:
+    """At a vocabulary of 151,936 and 4,096 tokens: the gradients, six tiles of 4 MiB, and 1/8 of the plain way at most.
+    The plain way holds logits, softmax and gradient, in float32."""
+    tokens, width, vocabulary = 4096, 64, 151_936
+    found = head_peak(tokens, width, vocabulary)
+    gradients, tile = 4 * width * (vocabulary + tokens), 4 * math.prod(logprob.TILE["cpu"])
+    assert found <= gradients + 6 * tile
+    assert found <= 3 * 4 * tokens * vocabulary / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_beyond_the_gradient_is_independent_of_the_vocabulary(dtype: torch.dtype) -> None:
+    """Twice the vocabulary costs its gradient, in the dtype of the weight, and nothing else."""
+    width, small = 256, 2 * logprob.CHUNK_IDS
+    one, two = (head_peak(256, width, n * small, dtype) for n in (1, 2))
+    assert abs(two - one - small * width * dtype.itemsize) <= 1 << 16
+
+
 def test_memory_between_forward_and_backward_is_not_that_of_the_logits() -> None:
     tokens, width, vocabulary = 2000, 8, 5000
     h, w = torch.randn(tokens, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
@@ -205,6 +334,7 @@ def test_refuses_what_has_no_distribution() -> None:
         logprobs(h, w, b, targets(), sampling=Sampling(top_k=1), kept=wrong)
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_candidates_are_the_said_token_and_its_rivals(case: Case) -> None:
     """Log-probs of named tokens, with the gradients of plain log-softmax, equal `logprobs` where the token was said."""
@@ -231,6 +361,7 @@ def test_candidates_are_the_said_token_and_its_rivals(case: Case) -> None:
     assert all(torch.allclose(x, y, atol=1e-10) for x, y in zip(found, wanted, strict=True))
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("k", [1, 4, 0])
 def test_most_probable_tokens_come_first(k: int) -> None:
     """The k largest log-probs of every position in descending order; 0 takes the vocabulary, which sums to 1."""
@@ -242,6 +373,7 @@ def test_most_probable_tokens_come_first(k: int) -> None:
     assert torch.allclose(found.values, plain.gather(1, found.indices), atol=1e-12)
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_energy_is_the_squared_gradient(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """|d log p_t / dz|^2 by autograd, z being what the softmax is taken of; 1 - 2 p + sum p^2; chunk by chunk."""

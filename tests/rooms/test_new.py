@@ -83,6 +83,7 @@ def said_steps(said: str) -> list[list[str]]:
     return [[start, *shlex.split(x.removeprefix(start))] if x.startswith(start) else shlex.split(x) for x in commands]
 
 
+@pytest.mark.prove
 def test_tools_and_several_turns_work_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every printed command that needs no model of the user's is run as printed, training at toy size."""
     assert main(["new", "env", "stock_room", "--tools", "--folder", str(tmp_path / "my files")]) == 0

@@ -22,7 +22,7 @@ from posttrain.core.run import Optimizer
 from posttrain.core.scores import TokenScores
 from posttrain.core.streams import WEIGHT
 from posttrain.engine.learner import HFLearner
-from posttrain.engine.optimizer import AdamW
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.role.events import (
     DifferentiatedEvent,
     Event,
@@ -72,7 +72,7 @@ def pairs() -> Batch:
 def trainer(micro_tokens: int, lr: float = 0.0) -> Trainer:
     learner = HFLearner(policy(dtype=torch.float64))
     return Trainer(
-        learner, AdamW(learner.parameters(), Optimizer(lr=lr or 1e-9, warmup=0, clip=math.inf)), micro_tokens
+        learner, StageOptimizer(learner.parameters(), Optimizer(lr=lr or 1e-9, warmup=0, clip=math.inf)), micro_tokens
     )
 
 

@@ -4,68 +4,38 @@ offers."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from types import MethodType
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from posttrain.api.build import probe_ids
+from posttrain.core.adapter import Lora
 from posttrain.core.run import Optimizer
+from posttrain.engine import adapter
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, named_tensors
-from posttrain.engine.optimizer import AdamW
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.reference import AdapterOff, freeze
 from posttrain.role.sync import Sync
 from tests.rooms.engine_parts import packed, policy
 
 
-class LoRA(nn.Module):
-    """base(x) + x A' B', with B of zeros at first (2106.09685)."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base, self.on = base, True
-        self.a = nn.Parameter(torch.randn(rank, base.in_features, generator=torch.Generator().manual_seed(0)))
-        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.a.t() @ self.b.t() if self.on else self.base(x)
-
-
-@contextmanager
-def disable_adapter(self: nn.Module) -> Iterator[None]:
-    adapters = [m for m in self.modules() if isinstance(m, LoRA)]
-    for one in adapters:
-        one.on = False
-    try:
-        yield
-    finally:
-        for one in adapters:
-            one.on = True
-
-
 def adapt(p: Policy, *train: str) -> Policy:
-    """The policy with adapters around its query and value projections; of its own weights only those named in `train`
+    """The policy with an adapter on its query and value projections; of its own weights only those named in `train`
     learn."""
-    module = p.clone().module
-    module.requires_grad_(False)
+    module, lora = p.clone().module, Lora(rank=2, targets=("q_proj", "v_proj"))
+    adapter.attach(module, lora, 0)
     for name, one in module.named_parameters():
-        one.requires_grad_(name in train)
-    for layer in module.model.layers:
-        for name in ("q_proj", "v_proj"):
-            setattr(layer.self_attn, name, LoRA(getattr(layer.self_attn, name)))
-    module.__dict__["disable_adapter"] = MethodType(disable_adapter, module)
-    return replace(p, module=module)
+        if name in train:
+            one.requires_grad_(True)
+    return replace(p, module=module, lora=lora)
 
 
 def learn(learner: HFLearner, steps: int = 3) -> None:
-    adam = AdamW(learner.parameters(), Optimizer(lr=0.03, warmup=0))
+    adam = StageOptimizer(learner.parameters(), Optimizer(lr=0.03, warmup=0))
     for _ in range(steps):
         learner.train_mode(True)
         learner.forward(packed(3), entropy=False, value=False).logp.sum().neg().backward()
@@ -88,7 +58,7 @@ def test_with_its_adapter_off_a_learner_scores_like_a_copy_of_its_base_bit_for_b
         learn(learner, 1)
     other = HFLearner(adapt(base))
     watching = freeze(other)
-    adam = AdamW(other.parameters(), Optimizer(lr=0.03, warmup=0))
+    adam = StageOptimizer(other.parameters(), Optimizer(lr=0.03, warmup=0))
     for _ in range(3):
         watching.score(batch)
         other.train_mode(True)
@@ -101,9 +71,7 @@ def test_with_its_adapter_off_a_learner_scores_like_a_copy_of_its_base_bit_for_b
     for verb in ("score", "entropy", "energy"):
         assert np.array_equal(getattr(reference, verb)(batch), getattr(copy, verb)(batch))
     assert np.array_equal(reference.top(batch, 3).logp, copy.top(batch, 3).logp)
-    held = {
-        n.replace(".base.", "."): t for n, t in named_tensors(learner.policy.module) if not n.endswith((".a", ".b"))
-    }
+    held = adapter.base_tensors(learner.policy.module)
     assert fingerprint(held.items()) == copy.digest, "the base is the copy's, under other names"
     assert reference.fingerprint() == reference.digest != learner.fingerprint()
 
@@ -128,17 +96,18 @@ def test_an_adapted_learner_is_published_and_its_reference_stays() -> None:
     """What is served has the adapter, before and after the reference has scored."""
     p = adapt(policy())
     learner = HFLearner(p)
-    engine = EmbeddedEngine(p.clone().module, slots=4, context=p.context)
+    engine = EmbeddedEngine(p.twin().module, slots=4, context=p.context, version=-2)
     reference, batch = freeze(learner), packed(2)
     before = reference.score(batch)
     learn(learner)
-    assert asyncio.run(Sync(learner, engine, probe_ids(p)).push(1)) == learner.fingerprint()
+    sync = Sync(learner, engine, probe_ids(p))
+    assert asyncio.run(sync.push(1)) == learner.fingerprint()
     assert np.array_equal(reference.score(batch), before) and isinstance(reference, AdapterOff)
-    assert asyncio.run(Sync(learner, engine, probe_ids(p)).push(2)) == learner.fingerprint()
+    assert asyncio.run(sync.push(2)) == learner.fingerprint()
 
 
 def test_where_no_gradient_is_kept_a_module_that_trains_is_still_copied() -> None:
-    learner = HFLearner(adapt(policy(), "q_proj"))
+    learner = HFLearner(adapt(policy(), "model.norm.weight"))
     learner.policy.module.requires_grad_(True)
     with torch.no_grad():
         assert isinstance(freeze(learner), FrozenScorer)

@@ -20,6 +20,7 @@ from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Kept, Said, Segment, Stop
+from posttrain.engine import logprob
 from posttrain.engine.logit_rules import LogitRules, banned_here, seen_before
 from posttrain.engine.logprob import candidates, logprobs, most_probable
 
@@ -114,8 +115,15 @@ def inputs(spoken: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     )  # type: ignore[return-value]
 
 
-def check(s: Sampling, seed: int, chunk: int = 3, softcap: float | None = None) -> None:
-    """Values and gradients of log-prob and entropy, in float64; candidates and most probable tokens beside them."""
+def check(s: Sampling, seed: int, chunk: int = 3, softcap: float | None = None, block: int = V) -> None:
+    """Values and gradients of log-prob and entropy, in float64; candidates and most probable tokens beside them. The
+    vocabulary is read in blocks of at most `block` ids."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprob, "CHUNK_IDS", block)
+        _check(s, seed, chunk, softcap)
+
+
+def _check(s: Sampling, seed: int, chunk: int, softcap: float | None) -> None:
     segments = walk(np.random.default_rng(seed), s)
     packed = Packed.of(segments)
     rules = LogitRules.of(packed, V, CPU)
@@ -148,9 +156,9 @@ def check(s: Sampling, seed: int, chunk: int = 3, softcap: float | None = None) 
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_each_option_equals_the_textbook_with_its_gradient(name: str, chunk: int) -> None:
-    check(Sampling(stop_ids=STOPS, **OPTIONS[name]), seed=chunk, chunk=chunk)
+@pytest.mark.parametrize(("chunk", "block"), [(1, V), (3, V), (100, V), (3, 5), (100, 1)])
+def test_each_option_equals_the_textbook_with_its_gradient(name: str, chunk: int, block: int) -> None:
+    check(Sampling(stop_ids=STOPS, **OPTIONS[name]), seed=chunk, chunk=chunk, block=block)
 
 
 @settings(max_examples=60, deadline=None)
@@ -159,16 +167,17 @@ def test_each_option_equals_the_textbook_with_its_gradient(name: str, chunk: int
     temperature=st.sampled_from([1.0, 0.7, 1.4]),
     top_k=st.sampled_from([0, 4]),
     softcap=st.sampled_from([None, 2.0]),
+    block=st.sampled_from([V, 5, 1]),
     seed=st.integers(0, 10_000),
 )
 def test_options_together_equal_the_textbook(
-    names: set[str], temperature: float, top_k: int, softcap: float | None, seed: int
+    names: set[str], temperature: float, top_k: int, softcap: float | None, block: int, seed: int
 ) -> None:
     fields: dict[str, Any] = {}
     for name in sorted(names):
         for field, value in OPTIONS[name].items():
             fields[field] = fields.get(field, ()) + value if field == "bad_ids" else value
-    check(Sampling(stop_ids=STOPS, temperature=temperature, top_k=top_k, **fields), seed, softcap=softcap)
+    check(Sampling(stop_ids=STOPS, temperature=temperature, top_k=top_k, **fields), seed, softcap=softcap, block=block)
 
 
 def test_the_slope_of_a_penalty_changes_at_zero() -> None:

@@ -84,6 +84,7 @@ def test_a_model_is_served_and_ctrl_c_lets_requests_end(model: Path) -> None:
             client.models.list()
 
 
+@pytest.mark.prove
 def test_a_run_is_served_and_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """A run folder without a saved model: its weights, its own tokenizer of digits, no chat."""
     assert main(["run", *LADDER, "--out", str(tmp_path / "mine")]) == 0

@@ -39,7 +39,7 @@ def test_noise_that_is_no_dropout_is_silenced_and_said(name: str, tmp_path: Path
     (note,) = [n for n in policy.notes if "noise" in n]
     assert re.search(says, note) and note in " ".join(policy.describe())
     assert gap(policy) < AGREE
-    assert gap(policy, gradient_checkpointing=True) < AGREE
+    assert gap(policy, gradient_checkpointing="full") < AGREE
 
 
 @pytest.mark.parametrize("name", ["mixtral", "opt"])
@@ -66,7 +66,7 @@ def test_layers_still_know_that_they_train(tmp_path: Path) -> None:
     """Silencing the module that drops layers leaves the layers' own training mode, which activation checkpointing
     reads."""
     policy = load(write(tmp_path, "opt", layerdrop=0.5))
-    learner = HFLearner(policy, gradient_checkpointing=True)
+    learner = HFLearner(policy, gradient_checkpointing="full")
     learner.train_mode(True)
     decoder: Any = policy.module.model.decoder
     assert not decoder.training and all(layer.training and layer.gradient_checkpointing for layer in decoder.layers)

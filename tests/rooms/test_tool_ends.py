@@ -53,7 +53,8 @@ def below(pid: int) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("how", "times"), [pytest.param("SIGINT", 1, marks=pytest.mark.prove), ("SIGTERM", 2), ("SIGKILL", 1)]
+    ("how", "times"),
+    [pytest.param(h, n, marks=pytest.mark.prove) for h, n in (("SIGINT", 1), ("SIGTERM", 2))] + [("SIGKILL", 1)],
 )
 def test_no_interpreter_outlives_its_run(tmp_path: Path, how: str, times: int) -> None:
     """One signal ends a run at its next step, a second one at once, and the last kind asks nobody."""

@@ -31,6 +31,7 @@ def add(sub: Subparsers) -> None:
     )
     p.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
     p.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
+    p.add_argument("--ema", action="store_true", help="of a run with optimizer.ema: the moving average of the weights")
     add_trust(p)
     at = p.add_argument_group("at an address (slots=N: requests at once)")
     at.add_argument("--model", metavar="NAME", help="which of its models (default: the only one)")
@@ -59,6 +60,7 @@ def evaluate(o: Namespace) -> int:
         "max_tokens": o.max_tokens,
         "temperature": o.temperature,
         "trust": o.trust,
+        "ema": o.ema,
     }
     main.evaluate(o.target, *o.overrides, **how, remote=remote)
     return 0

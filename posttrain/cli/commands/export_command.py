@@ -26,6 +26,10 @@ def add(sub: Subparsers) -> None:
     )
     p.add_argument("--checkpoint", default="last", metavar="NAME", help="last (default), best, or a checkpoint's name")
     p.add_argument("--public", action="store_true", help="on the hub: everybody can read a repository made here")
+    p.add_argument(
+        "--adapter", action="store_true", help="of a run with model.lora: write the adapter alone, as PEFT does"
+    )
+    p.add_argument("--ema", action="store_true", help="of a run with optimizer.ema: the moving average of the weights")
     add_trust(p)
 
 
@@ -38,6 +42,7 @@ def export(o: Namespace) -> int:
         raise ConfigError("--public is about a repository of the hub: export to hub:USER/NAME, or leave it out")
     from posttrain.api import main
 
-    made = main.export(o.run, o.folder, o.checkpoint, o.trust, o.public)
+    made, certificate = main.certified_export(o.run, o.folder, o.checkpoint, o.trust, o.public, o.adapter, o.ema)
     tell(f"pushed to {made}" if is_hub(o.folder) else f"wrote {made}")
+    tell(certificate.line)
     return 0

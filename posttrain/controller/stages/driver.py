@@ -14,21 +14,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+from posttrain.algorithm.losses import Reads
 from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.loop import loop
 from posttrain.controller.parts import MeasuredReport, RunParts
 from posttrain.controller.stages.progress import Progress, Reopening, StageResult, StageState
 from posttrain.core import reader
+from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Step, merge
 from posttrain.core.shell import command_line
 from posttrain.core.stage import START, Stage, come_to, starts
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.optimizer import StageOptimizer
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import EvaluatedEvent, RestoredEvent
-from posttrain.role.roles import RoleSeconds
+from posttrain.role.memory import PeakMemory
+from posttrain.role.roles import RoleCosts
 from posttrain.role.trainer import Trainer
+from posttrain.role.warm_up import largest, warm_up
 from posttrain.role.weights import load_optimizer, load_weights, save_optimizer, save_weights
 
 S = TypeVar("S", bound=Stage)
@@ -74,7 +79,9 @@ class Driver(ABC, Generic[S, T, A]):
         progress.running = progress.running or self.state_type()
         self.state = cast("T", progress.running)
         self.setting = parts.setting(stage)
-        self.clock = RoleSeconds(total=dict(self.state.roles))
+        self.clock = RoleCosts(
+            total=dict(self.state.roles), most=dict(self.state.peaks), peak=PeakMemory(parts.run.model.device)
+        )
         self.report: EvaluationReport | None = None
         """Of the evaluation after the last step, where there was one."""
         self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
@@ -92,6 +99,10 @@ class Driver(ABC, Generic[S, T, A]):
         Returns `ask` and `learn`: `ask(index)` is what step `index` (from 1) learns from; `learn(asked)` takes the
         step, by `self.trainer`, and is its line of the record.
         """
+
+    def reads(self, packed: Packed) -> Reads:
+        """What its loss reads of a forward pass over these sequences."""
+        return Reads()
 
     def remember(self, asked: A, step: Step) -> Step:
         """After a step: what later steps need to know of it goes into `self.state`. Returns its line, maybe with
@@ -119,8 +130,12 @@ class Driver(ABC, Generic[S, T, A]):
         if checkpoint is None:
             await self._start()
         self.trainer = self.parts.trainer(self.stage.optimizer, self.stage.micro_tokens)
+        optimizer = self.trainer.optimizer
+        if isinstance(optimizer, StageOptimizer) and (words := optimizer.words()):
+            self.parts.say(f"{self.stage.name}: {words}")
         if checkpoint is not None:
             self._load_optimizer(checkpoint, self.trainer)
+            self.trainer.skipped = self.state.skipped
         taken = (
             []
             if checkpoint is None
@@ -128,6 +143,7 @@ class Driver(ABC, Generic[S, T, A]):
         )
         self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
         ask, learn = await self.open(checkpoint)
+        self._warm_up()
         last = 0 if self.state.ended else self.stage.steps
         async with aclosing(loop(ask, first=self.state.step + 1, last=last)) as steps:
             async for index, asked in steps:
@@ -138,6 +154,16 @@ class Driver(ABC, Generic[S, T, A]):
         if self.stage.eval and self.report is None:
             self.report = await self.evaluate()
         self._finish(self.report)
+
+    def _warm_up(self) -> None:
+        """Where the run asks for it, the largest pass before the first step."""
+        model, parts = self.parts.run.model, self.parts
+        if self.state.ended or not (model.device != "cpu" if model.warm_up is None else model.warm_up):
+            return
+        packed = largest(self.stage, parts.sampler.context, parts.sync.probe_ids)
+        with self.clock.of("warm-up"):
+            said = warm_up(self.trainer, packed, self.reads(packed), PeakMemory(model.device))
+        parts.say(f"{self.stage.name}: {said}")
 
     async def _start(self) -> None:
         """The weights it starts from are in place, and what is known of them is noted."""
@@ -186,7 +212,7 @@ class Driver(ABC, Generic[S, T, A]):
         """What follows a step: evaluation when due, the record, the border. Whether there is another one."""
         p, s, stage = self.progress, self.state, self.stage
         p.checks = {**p.checks, **self.watch.state()}
-        s.step, p.version = index, self.trainer.version
+        s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
         self.parts.version = p.version
         s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
         self.report = report = None
@@ -194,7 +220,7 @@ class Driver(ABC, Generic[S, T, A]):
             self.report = report = await self.evaluate()
         if report is not None:
             step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
-        self.parts.tell(self.watch.line(step))
+        self.parts.tell(self.watch.line(replace(step, memory=self.clock.take_memory())))
         s.ended = self.enough(report)
         self._border(report)
         return not s.ended
@@ -230,7 +256,7 @@ class Driver(ABC, Generic[S, T, A]):
         self.progress.weights = self.parts.learner.fingerprint()
         s = self.progress.running
         if s is not None:
-            s.seconds, s.roles = self.seconds(), dict(self.clock.total)
+            s.seconds, s.roles, s.peaks = self.seconds(), dict(self.clock.total), dict(self.clock.most)
             s.optimizer = fingerprint(self.trainer.optimizer.state_tensors().items())
 
     def seconds(self) -> float:
@@ -318,6 +344,7 @@ class Driver(ABC, Generic[S, T, A]):
             optimizer_steps=s.optimizer_steps,
             seconds=self.seconds(),
             roles={k: round(v, 3) for k, v in self.clock.total.items()},
+            peaks=dict(self.clock.most),
             accuracy=accuracy,
             greedy=report.greedy.mean if report and report.greedy and report.greedy.known else None,
             pass_at={str(k): x.mean for k, x in report.pass_at.items()} if report else {},

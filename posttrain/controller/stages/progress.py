@@ -40,6 +40,8 @@ class StageResult:
     reward_before: float | None = None
     graded: bool = False
     """Whether some held-out outcome was neither 0 nor 1."""
+    peaks: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Peak bytes of each role."""
 
 
 @dataclass
@@ -52,11 +54,15 @@ class StageState(Open, begin=True):
     reward_before: float | None = None
     optimizer: str = ""
     """Fingerprint of the optimizer's state at the checkpoint."""
+    skipped: int = 0
+    """Optimizer steps in a row that were left out, up to now."""
     ended: str = ""
     """Why the stage needs no further step, where a stop condition was met."""
     seconds: float = 0.0
     roles: Mapping[str, float] = field(default_factory=dict[str, float])
     """Wall seconds so far, whole and per role."""
+    peaks: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Peak bytes so far, per role."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ class Reopening:
 
 @dataclass
 class Progress:
-    """Where a run stands. Everything here is a function of what was done, except `seconds` and `roles`."""
+    """Where a run stands. Everything here is a function of what was done, except `seconds`, `roles` and
+    `peaks`."""
 
     stage: int = 0
     """Stages that are done."""

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+from posttrain.algorithm.losses import Reads
 from posttrain.algorithm.steer import AdaptiveState
 from posttrain.controller.stages.driver import Driver, keep
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.step import ask, learn
+from posttrain.core.batch import Packed
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
 from posttrain.core.ports import Reference
@@ -64,6 +68,11 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         await parts.publish()
         await self.watch.begin(self.roles)
         return partial(ask, self.roles), partial(learn, self.roles)
+
+    def reads(self, packed: Packed) -> Reads:
+        a = self.stage.algorithm
+        some = np.resize(packed.target_M, (packed.spoken, a.stores_top)) if a.stores_top else None
+        return Reads(a.entropy is not None, a.learns_values is not None, some)
 
     def remember(self, asked: Experience, step: Step) -> Step:
         state, prompts = self.state, asked.prompts

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,7 +19,9 @@ from posttrain.engine.embedded.cache import CachedLayout, CachePool, ragged_aran
 from posttrain.engine.embedded.fused import FusedDecoder, fusable
 from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.slots import Slots
+from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.kernels import kernel
+from posttrain.engine.wide_head import prove_logits
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields in which architectures store the number of experts of a layer."""
@@ -44,18 +49,29 @@ class CachedModel:
     ) -> None:
         self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.read_out, shapes = accept(module, context)
+        prove_logits(self.read_out)
+        if not shapes:
+            raise EngineError(
+                f"{type(module).__name__} keeps a recurrent state, so it cannot draft. Leave engine.draft out"
+            )
         if rows is not None:
             _check_deterministic(module)
         where = self.read_out.weight.device
         self.kernels: KernelChoice = kernels
         self.pool = CachePool(shapes, module.dtype, where, kernels)
         form = kernel("decoder", where, module.dtype, kernels if fusable(module) else "reference")
-        decoder = form.function(module, self.read_out, context)
+        self._decoder = decoder = form.function(module, self.read_out, context)
         self.hidden = decoder.hidden
         self.fused = isinstance(decoder, FusedDecoder)
         """Whether the decoder is the fused one (`fused.FusedDecoder`)."""
         self.lanes = decoder.lanes if isinstance(decoder, FusedDecoder) else 1
         self._rows = rows
+
+    def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Copy new weights into the module, all of them or none."""
+        replace_weights(self.module, tensors)
+        if isinstance(self._decoder, FusedDecoder):
+            self._decoder.refresh()
 
     @property
     def vocabulary(self) -> int:

@@ -24,21 +24,21 @@ from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
 from posttrain.engine.embedded.cached_model import CachedModel
 from posttrain.engine.embedded.counters import EngineCounters
 from posttrain.engine.embedded.plan import BUDGET
+from posttrain.engine.embedded.recompute import RecomputedModel
+from posttrain.engine.embedded.replay import fixed_rows
 from posttrain.engine.embedded.scheduler import Scheduler
 from posttrain.engine.embedded.slots import GenerateCall, TokenCallback
 from posttrain.engine.embedded.speculate import Draft, DraftModel, Lookup, PromptLookup, Proposer
 from posttrain.engine.embedded.stepper import Stepper
 from posttrain.engine.embedded.stopping import Text
 from posttrain.engine.embedded.timeline import Timeline
-from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.kernels import TABLE
 from posttrain.engine.models import named_tensors
+from posttrain.engine.stateful import is_stateful
 
 CACHE_BYTES = 4 << 30
 """Most bytes of the key-value cache. The cache grows up to this size when needed."""
-ROWS = 64
-"""The positions of a deterministic forward pass are the number of slots, rounded up to a multiple of this."""
 Update = Literal["drain", "inflight", "stale"]
 
 
@@ -60,6 +60,7 @@ class EmbeddedEngine:
         kernels: the choice of kernels (`Model.kernels`).
         text: decodes token ids, special tokens included. Without it, contracts with stop strings are refused.
         speculate: draft several tokens per pass (module `speculate`); None: one token per pass.
+        version: of the weights that the module holds.
 
     Raises:
         EngineError: the architecture keeps state outside of keys and values, or the sizes do not fit.
@@ -81,13 +82,15 @@ class EmbeddedEngine:
         timeline: bool = False,
         text: Text | None = None,
         speculate: Lookup | Draft | None = None,
+        version: int = 0,
     ) -> None:
         if slots < 1 or context < 2:
             raise EngineError(
                 f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token"
             )
-        self._rows = -(-slots // ROWS) * ROWS if deterministic else None
-        self._served = CachedModel(module, context, device=device, rows=self._rows, kernels=kernels)
+        self._rows = fixed_rows(slots) if deterministic else None
+        form = RecomputedModel if is_stateful(module) else CachedModel
+        self._served = form(module, context, device=device, rows=self._rows, kernels=kernels)
         self._module, self._pool = self._served.module, self._served.pool
         self._context, self._slots = context, slots
         self._most = cache_bytes // (BLOCK * self._pool.row_bytes)
@@ -101,7 +104,7 @@ class EmbeddedEngine:
         held = min(slots * blocks_for(context) // 2, self._most // 8)
         self._retain = held if retain is None else blocks_for(retain)
         self._admission = Admission(context, self._served.vocabulary, self._most, text)
-        self._version = 0
+        self._version = version
         self._counters = EngineCounters(slots)
         self._proposer = self._proposes(speculate, device)
         self._stepper = Stepper(
@@ -130,6 +133,11 @@ class EmbeddedEngine:
     def describe(self) -> str:
         """The line that a run prints about its engine: which kernels it uses, and why not the faster ones."""
         pool = self._pool
+        if isinstance(self._served, RecomputedModel):
+            return (
+                "engine: embedded; the model keeps a recurrent state, so each token costs a pass over its whole"
+                " sequence (engine=vllm is faster)"
+            )
         if pool.kernel.form == "compiled":
             return "engine: embedded, compiled kernels" + ("" if self.fused else "; the decoder is the model's own")
         fastest = TABLE[pool.kernel.operation][0]
@@ -200,7 +208,7 @@ class EmbeddedEngine:
                 self._drained.append(drained)
                 await drained
             self._newer(version)
-            replace_weights(self._module, tensors)
+            self._served.load(tensors)
             self._renew(version)
         finally:
             self._loading -= 1
@@ -249,6 +257,11 @@ class EmbeddedEngine:
     def _proposes(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:
         if speculate is None:
             return None
+        if isinstance(self._served, RecomputedModel):
+            raise EngineError(
+                f"{type(self._module).__name__} keeps a recurrent state and is computed again for every token, so"
+                " drafts save nothing: set engine.lookup=0 engine.draft=none"
+            )
         if self._rows is not None:
             raise EngineError(
                 "deterministic=true computes fixed shapes, and speculation computes as many drafts as there are."

@@ -3,7 +3,8 @@
 At the sizes that run on a CPU, the calls of a decode step cost as much time as its arithmetic. Here queries,
 keys and values are one matrix product, and gate and up are another. Norms, rotations and residuals work in
 place. The weights are stored once: the module's own parameters become views of the joined ones, so loading and
-reading them works as before.
+reading them works as before. Layers with an adapter are the exception: the joined weights hold them merged, and
+`refresh` computes these again after a load.
 
 With the compiled kernels, one call computes half a layer. Activations are then feature-major. W @ x reads each weight
 once in memory order, and the bits of a position do not depend on the number of other positions.
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.core.errors import EngineError
+from posttrain.engine.adapter import effective, is_adapted, layers
 from posttrain.engine.attention import Layout, PackedLayout
 from posttrain.engine.embedded import native
 from posttrain.engine.embedded.cache import CachedLayout
@@ -55,10 +57,21 @@ class _Layer:
     qkv_bias: Tensor | None
     q_norm: Any | None
     k_norm: Any | None
-    out: nn.Linear
+    out: Plain
     after: Any
     gate_up: Tensor
-    down: nn.Linear
+    down: Plain
+
+
+@dataclass(frozen=True, eq=False)
+class MergedLinear:
+    """The plain layer that computes what a layer with an adapter does."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+Plain = nn.Linear | MergedLinear
 
 
 class FusedDecoder:
@@ -73,6 +86,7 @@ class FusedDecoder:
         decoder: Any = read_out.decoder
         config = module.config
         self._memory = torch.zeros(0)
+        self._merged: list[tuple[nn.Module, Tensor]] = []
         self._embed, self._norm = decoder.embed_tokens, decoder.norm
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._width: int = decoder.layers[0].self_attn.head_dim
@@ -93,6 +107,11 @@ class FusedDecoder:
     def lanes(self) -> int:
         """Positions are computed in multiples of this."""
         return 1 if self._kernels is None else native.LANES
+
+    def refresh(self) -> None:
+        """Merge the adapters again, whose weights have changed. The other weights are the module's own."""
+        for layer, place in self._merged:
+            place.copy_(effective(layer)[0])
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Last hidden states [N, E]."""
@@ -171,7 +190,7 @@ class FusedDecoder:
         return native.Layer(*(None if w is None else w.data_ptr() for w in every), *eps)
 
     def _join(self, layer: Any) -> _Layer:
-        """The joined weights of a layer. The layer's own parameters become views of them."""
+        """The joined weights of a layer."""
         a, m = layer.self_attn, layer.mlp
         qkv = [a.q_proj, a.k_proj, a.v_proj]
         window = (
@@ -183,15 +202,32 @@ class FusedDecoder:
             scaling=a.scaling,
             window=window,
             before=layer.input_layernorm,
-            qkv=_joined([p.weight for p in qkv]),
-            qkv_bias=None if a.q_proj.bias is None else _joined([p.bias for p in qkv]),
+            qkv=self._one(qkv),
+            qkv_bias=_biases(qkv),
             q_norm=getattr(a, "q_norm", None),
             k_norm=getattr(a, "k_norm", None),
-            out=a.o_proj,
+            out=self._plain(a.o_proj),
             after=layer.post_attention_layernorm,
-            gate_up=_joined([m.gate_proj.weight, m.up_proj.weight]),
-            down=m.down_proj,
+            gate_up=self._one([m.gate_proj, m.up_proj]),
+            down=self._plain(m.down_proj),
         )
+
+    def _one(self, layers: list[Any]) -> Tensor:
+        """The weights of several layers as one. Without adapters the layers' own parameters become views of it."""
+        if not any(map(is_adapted, layers)):
+            return _joined([layer.weight for layer in layers])
+        found = [effective(layer)[0] for layer in layers]
+        whole = torch.cat(found)
+        self._merged += zip(layers, whole.split([len(w) for w in found]), strict=True)
+        return whole
+
+    def _plain(self, layer: Any) -> Plain:
+        """The layer, or what stands for one with an adapter."""
+        if not is_adapted(layer):
+            return layer
+        weight, bias = effective(layer)
+        self._merged.append((layer, weight))
+        return MergedLinear(weight, bias)
 
     @torch.no_grad()
     def _check(self, read_out: ReadOut, length: int) -> None:
@@ -207,7 +243,8 @@ class FusedDecoder:
 
 
 def fusable(module: PreTrainedModel) -> bool:
-    """Whether every layer is the plain one of a known family, in float32, without hooks, adapters or other parts."""
+    """Whether every layer is the plain one of a known family, in float32, without hooks or other parts. Linear layers
+    may have an adapter."""
     prefix = FAMILIES.get(type(module).__name__)
     config = module.config
     if (
@@ -219,9 +256,17 @@ def fusable(module: PreTrainedModel) -> bool:
         return False
     allowed = {"Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding", "ForCausalLM"}
     names = {prefix + x for x in allowed} | {"Linear", "Embedding", "ModuleList", "SiLUActivation", "SiLU"}
-    parts = list(module.modules())
+    adapted = {n: x for n, x in layers(module).items() if type(getattr(x, "base_layer", None)) is nn.Linear}
+    inside = tuple(f"{n}." for n in adapted)
+    parts = [p for n, p in module.named_modules() if n not in adapted and not n.startswith(inside)]
     hooked = any(p._forward_hooks or p._forward_pre_hooks or p.__dict__.get("forward") for p in parts)
     return not hooked and all(type(p).__name__ in names for p in parts)
+
+
+def _biases(layers: list[Any]) -> Tensor | None:
+    """The biases of several layers as one. No adapter changes a bias."""
+    parts = [getattr(layer, "base_layer", layer).bias for layer in layers]
+    return None if parts[0] is None else _joined(parts)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -242,7 +287,7 @@ def _norm(x_NE: Tensor, module: Any) -> Tensor:
     return (x_NE * _inverse_rms(x_NE, module.variance_epsilon)).mul_(module.weight)
 
 
-def _add(x_NE: Tensor, inner: Tensor, linear: nn.Linear) -> Tensor:
+def _add(x_NE: Tensor, inner: Tensor, linear: Plain) -> Tensor:
     """x + linear(inner)"""
     out = torch.addmm(x_NE, inner, linear.weight.t())
     return out if linear.bias is None else out.add_(linear.bias)

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.errors import EngineError, nearest
-from posttrain.engine.models import named_tensors
+from posttrain.engine.models import served_tensors
 
 
 def replace_weights(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
-    """Copy named tensors over the module's own. Names are those of `named_tensors`, each exactly once.
+    """Copy named tensors over the module's own. Names are those of `served_tensors`, each exactly once.
 
     Raises:
         EngineError: an unknown, missing or repeated name, or another shape or dtype. Nothing is copied then.
     """
-    own: dict[str, Tensor] = dict(named_tensors(module))
+    own: dict[str, Tensor] = dict(served_tensors(module))
     given: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if name not in own:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import queue
 import threading
 import time
@@ -28,15 +27,17 @@ from posttrain.core.types import Said
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.contract import Answer, fields, said
+from posttrain.engine.vllm.hot_load import HotLoad
 from posttrain.engine.vllm.requests import (
-    NO_WEIGHTS,
     CheckedRequest,
     ClientCounters,
     ExpectedTensors,
     check_request,
+    empty_version,
     newer,
 )
 from posttrain.engine.vllm.start import START, build, limits, quiet_compiler
+from posttrain.engine.vllm.updates import Updates
 
 ROLE = "the rollout engine (vLLM in this process)"
 POLL = 5.0
@@ -76,7 +77,7 @@ class VLLMEngine:
         self._limits = limits(policy)
         self._expected = ExpectedTensors.of(policy)
         self._timeout = timeout
-        self._version = NO_WEIGHTS
+        self._version = self._empty = empty_version(policy)
         self._counters = ClientCounters()
         self._asked: dict[str, _Turn] = {}
         self._scored: dict[str, Future[np.ndarray]] = {}
@@ -122,7 +123,7 @@ class VLLMEngine:
         heard: called in this event loop with the new ids and log-probs as soon as they are drawn.
         """
         asked = _Turn(check_request(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
-        if self._version == NO_WEIGHTS:
+        if self._version == self._empty:
             raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
         self._send(lambda: self._add(asked))
         try:
@@ -203,6 +204,7 @@ class VLLMEngine:
         """Build the engine, then handle the queue and run steps until the engine is closed."""
         try:
             self._engine = build(policy, slots, cache_bytes, self._eager)
+            self._weights = Updates(self._engine, self._expected, HotLoad.of(policy), self._counters)
             self._score([0, 0], proof := Future())
             while not proof.done():
                 self._step()
@@ -305,7 +307,9 @@ class VLLMEngine:
     def _submit(self, name: str, ids: list[int], params: Any) -> None:
         from vllm.inputs import tokens_input
 
-        self._engine.add_request(name, tokens_input(ids, cache_salt=self._salt()), params)
+        self._engine.add_request(
+            name, tokens_input(ids, cache_salt=self._salt()), params, lora_request=self._weights.adapter
+        )
 
     def _salt(self) -> str:
         """A string in the key of every cached block, so that blocks of other weights are never found."""
@@ -338,24 +342,16 @@ class VLLMEngine:
 
     def _update(self, version: int, given: list[tuple[str, torch.Tensor]], future: Future[str]) -> None:
         """Load new weights while no turn runs. If it fails half way, the engine is not used again."""
-        begun, engine = time.perf_counter(), self._engine
+        begun = time.perf_counter()
         try:
             newer(version, self._version)
         except EngineError as error:
             future.set_exception(error)
             return
         try:
-            engine.collective_rpc("start_weight_update")
-            engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": given}})
-            engine.collective_rpc("finish_weight_update")
-            if not engine.reset_prefix_cache():
-                raise EngineError("its prefix cache could not be emptied")
-            engine.set_weight_version(str(version))
-            (served,) = engine.collective_rpc("posttrain_fingerprint", args=(json.dumps(self._expected.wanted()),))
-            if "error" in served:
-                raise EngineError(served["error"])
+            fingerprint = self._weights.load(version, given)
         except Exception as error:
-            self._version = NO_WEIGHTS
+            self._version = self._empty
             failure = EngineError(
                 f"{ROLE}: loading weights of version {version} failed, and it may hold parts of them: {error}"
             )
@@ -363,7 +359,7 @@ class VLLMEngine:
             raise failure from error
         self._version = version
         self._counters.spent("engine/load", begun)
-        future.set_result(served["fingerprint"])
+        future.set_result(fingerprint)
 
     def _fail_waiting(self) -> None:
         """Raise the engine's failure in every waiting call."""

@@ -42,6 +42,8 @@ def arguments(given: Sequence[str]) -> list[str]:
         if name in names:
             raise ConfigError(f"{name} is what posttrain decides ({value or 'on'}): leave it out")
         out += [name] if value is None else [name, value]
+    if "--max-loras" in names:
+        raise ConfigError("--max-loras is what posttrain decides (1): leave it out")
     return out if "--host" in names else [*out, "--host", "127.0.0.1"]
 
 
@@ -65,6 +67,8 @@ def main() -> None:
     end_with_parent()
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "3600")
+    if "--enable-lora" in sys.argv:
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if "--enforce-eager" in sys.argv:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from vllm.entrypoints.launchers.api_server.entry import main as serve

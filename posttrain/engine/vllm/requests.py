@@ -17,11 +17,15 @@ from posttrain.core.errors import DataError, EngineError, nearest
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Stop
-from posttrain.engine.models import Policy, named_tensors
+from posttrain.engine.models import Policy, served_tensors
 from posttrain.engine.vllm.contract import Capabilities, check
 
+ReadBack = list[tuple[str, str, list[int]]]
+"""(name, dtype, shape) of tensors that are read back from an engine."""
 NO_WEIGHTS = -1
 """Version of an engine without pushed weights. It refuses to generate."""
+NO_ADAPTER = -2
+"""The same where an adapter is pushed: it is first tried, as version -1 (`role.sync`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +74,7 @@ def check_request(ids: np.ndarray, sampling: Sampling, place: int, limits: Capab
 
 @dataclass(frozen=True)
 class ExpectedTensors:
-    """The tensors that an engine accepts: those of the policy it was started with."""
+    """The tensors that an engine accepts: those of the policy it was started with, or of its adapter."""
 
     own: dict[str, tuple[str, tuple[int, ...]]]
     """Name -> (dtype, shape), in the learner's order."""
@@ -78,10 +82,10 @@ class ExpectedTensors:
     @staticmethod
     def of(policy: Policy) -> ExpectedTensors:
         return ExpectedTensors(
-            {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in named_tensors(policy.module)}
+            {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in served_tensors(policy.module)}
         )
 
-    def wanted(self) -> list[tuple[str, str, list[int]]]:
+    def wanted(self) -> ReadBack:
         """[name, dtype, shape] of every tensor, as plain data."""
         return [(name, dtype, list(shape)) for name, (dtype, shape) in self.own.items()]
 
@@ -105,6 +109,11 @@ class ExpectedTensors:
             names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
             raise EngineError(f"{len(missing)} of {len(self.own)} tensors are missing: {names}")
         return list(given.items())
+
+
+def empty_version(policy: Policy) -> int:
+    """Version of an engine for this policy before the first push."""
+    return NO_WEIGHTS if policy.lora is None else NO_ADAPTER
 
 
 def newer(version: int, than: int) -> None:
@@ -168,6 +177,9 @@ class ClientCounters:
     longest: int = 0
     found: int = 0
     prompts: int = 0
+    sent: int = 0
+    """Bytes of pushed weights."""
+    pushes: int = 0
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
     def delivered(self, said: Said, prompt: Sequence[int], cached: int | None) -> None:
@@ -177,6 +189,11 @@ class ClientCounters:
         self.longest = max(self.longest, len(said.ids))
         self.found += cached or 0
         self.prompts += len(prompt)
+
+    def pushed(self, size: int) -> None:
+        """Count an update of so many bytes."""
+        self.sent += size
+        self.pushes += 1
 
     def spent(self, what: str, begun: float) -> None:
         """Add the seconds since `begun` (`time.perf_counter`) to `what`."""
@@ -188,7 +205,9 @@ class ClientCounters:
             "engine/prefix_hits": Gauge(self.found, self.prompts),
             "engine/straggler": Gauge(self.longest * self.turns, self.tokens),
         }
-        self.tokens = self.turns = self.longest = self.found = self.prompts = 0
+        if self.pushes:
+            out["engine/pushed"] = Gauge(self.sent, self.pushes)
+        self.tokens = self.turns = self.longest = self.found = self.prompts = self.sent = self.pushes = 0
         return out
 
     def clock(self) -> dict[str, float]:

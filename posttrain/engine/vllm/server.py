@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -24,15 +25,24 @@ from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
 from posttrain.engine.endpoint import Endpoint
+from posttrain.engine.fingerprint import digest_of
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm.contract import Answer, fields, said
-from posttrain.engine.vllm.requests import NO_WEIGHTS, ClientCounters, ExpectedTensors, UpdateGate, check_request, newer
+from posttrain.engine.vllm.hot_load import HotLoad, rank_for
+from posttrain.engine.vllm.requests import (
+    ClientCounters,
+    ExpectedTensors,
+    UpdateGate,
+    check_request,
+    empty_version,
+    newer,
+)
 from posttrain.engine.vllm.start import limits
 
 ROLE = "rollout"
 START_ADVICE = (
-    "start it with `python -m posttrain.engine.vllm.launch --model MODEL --dtype DTYPE --max-model-len CONTEXT`"
-    " (docs/engines.md)"
+    "start it with `python -m posttrain.engine.vllm.launch --model MODEL --dtype DTYPE --max-model-len CONTEXT`, and"
+    " for model.lora with `--enable-lora --max-lora-rank RANK` (docs/engines.md)"
 )
 EMPTY_TRIES = 100
 """Most tries to empty the prefix cache, a tenth of a second apart. Blocks are freed one step
@@ -61,10 +71,13 @@ class VLLMServer:
     ) -> None:
         self._limits = replace(limits(policy), sequences=False)
         self._expected = ExpectedTensors.of(policy)
+        self._hot = HotLoad.of(policy)
+        self._adapter: str | None = None
+        """Name under which the server holds the adapter."""
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._endpoint, self._share, self._ended = endpoint, share, ended
         self._patience = replace(endpoint.patience, answer=timeout)
-        self._version = NO_WEIGHTS
+        self._version = self._empty = empty_version(policy)
         self._counters = ClientCounters()
         self._gate = UpdateGate()
         self._checked = False
@@ -95,13 +108,14 @@ class VLLMServer:
         """
         o = check_request(ids, sampling, place, self._limits)
         async with self._gate.turn():
-            if self._version == NO_WEIGHTS:
+            if self._version == self._empty:
                 raise EngineError(f"{ROLE} ({self._endpoint.url}) was sent no weights yet: push them first (Sync.push)")
             begun = time.perf_counter()
             body = {
                 "token_ids": o.ids,
                 "cache_salt": self._salt(),
                 "sampling_params": fields(o.sampling, o.place, o.limit, self._limits),
+                **self._model(),
             }
             told = await self._post("/inference/v1/generate", body, again=True)
             self._counters.spent("engine/turn", begun)
@@ -122,7 +136,12 @@ class VLLMServer:
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`."""
         params = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 0, "detokenize": False}
-        body = {"token_ids": [int(i) for i in ids], "cache_salt": self._salt(), "sampling_params": params}
+        body = {
+            "token_ids": [int(i) for i in ids],
+            "cache_salt": self._salt(),
+            "sampling_params": params,
+            **self._model(),
+        }
         async with self._gate.turn():
             told = await self._post("/inference/v1/generate", body, again=True)
         try:
@@ -146,7 +165,7 @@ class VLLMServer:
             try:
                 served = await self._update(version, given)
             except BaseException:
-                self._version = NO_WEIGHTS
+                self._version = self._empty
                 raise
             self._version = version
             self._counters.spent("engine/load", begun)
@@ -154,7 +173,17 @@ class VLLMServer:
 
     async def _update(self, version: int, given: list[tuple[str, Any]]) -> str:
         self._share.mkdir(parents=True, exist_ok=True)
-        path = self._share / f"posttrain-{id(self):x}-{version}.safetensors"
+        hot, name = self._hot, f"posttrain-{id(self):x}-{version}"
+        await (self._send(name, version, given) if hot is None else self._load_adapter(hot, name, version, given))
+        await self._empty_cache()
+        told = await self._call("posttrain_digests", json.dumps((hot or self._expected).wanted()))
+        if "error" in told:
+            raise self._broken(told["error"])
+        return digest_of(told["digests"]) if hot is None else hot.confirm(told["digests"], given)
+
+    async def _send(self, name: str, version: int, given: list[tuple[str, Any]]) -> None:
+        """Send whole tensors as a file."""
+        path = self._share / f"{name}.safetensors"
         try:
             await asyncio.to_thread(save_file, {name: tensor.contiguous().cpu() for name, tensor in given}, path)
             await self._post("/start_weight_update", None)
@@ -162,11 +191,21 @@ class VLLMServer:
             await self._post("/finish_weight_update", {"weight_version": str(version)})
         finally:
             path.unlink(missing_ok=True)
-        await self._empty_cache()
-        served = await self._call("posttrain_fingerprint", json.dumps(self._expected.wanted()))
-        if "error" in served:
-            raise self._broken(served["error"])
-        return str(served["fingerprint"])
+        self._counters.pushed(sum(tensor.nbytes for _, tensor in given))
+
+    async def _load_adapter(self, hot: HotLoad, name: str, version: int, given: list[tuple[str, Any]]) -> None:
+        """Load the files of an adapter in the place of the last one. Its name is new, because the prefix cache has it
+        in its keys. The server keeps one adapter, so the last one leaves its memory."""
+        path, last = self._share / name, self._adapter
+        try:
+            self._counters.pushed(await asyncio.to_thread(hot.write, path, given))
+            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path.resolve())}, plain=True)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+        self._adapter = name
+        if last is not None:
+            await self._post("/v1/unload_lora_adapter", {"lora_name": last}, plain=True)
+        await self._post("/update_weight_version", {"new_version": str(version)})
 
     async def _empty_cache(self) -> None:
         for _ in range(EMPTY_TRIES):
@@ -190,11 +229,17 @@ class VLLMServer:
             "max_model_len": self._limits.context,
             "vocabulary": self._limits.vocabulary,
         }
+        if self._hot is not None:
+            rank = rank_for(self._hot.lora)
+            wanted |= {"max_loras": 1, "max_lora_rank": max(rank, facts.get("max_lora_rank") or 0)}
         if wrong := [f"{k}={facts.get(k)!r} instead of {v!r}" for k, v in wanted.items() if facts.get(k) != v]:
             raise ConfigError(
                 f"engine.url={self._endpoint.url}: this server cannot be trained against: {', '.join(wrong)};"
                 f" {START_ADVICE}"
             )
+        if self._hot is not None:
+            told = await self._call("posttrain_places", json.dumps(list(self._hot.shapes)))
+            self._hot.refuse(told["missing"])
         self._checked = True
 
     async def _call(self, method: str, *args: str) -> dict[str, Any]:
@@ -214,10 +259,12 @@ class VLLMServer:
             raise self._broken(f"{method} was answered by {len(results)} workers, not by one; {START_ADVICE}")
         return results[0]
 
-    async def _post(self, path: str, body: Mapping[str, Any] | None, *, again: bool = False) -> Any:
+    async def _post(
+        self, path: str, body: Mapping[str, Any] | None, *, again: bool = False, plain: bool = False
+    ) -> Any:
         patience = self._patience if again else replace(self._patience, tries=1)
         try:
-            return await self._endpoint.post(path, body, again=again, patience=patience)
+            return await self._endpoint.post(path, body, again=again, patience=patience, plain=plain)
         except EndpointError as error:
             if why := self._ended():
                 raise EndpointError(
@@ -231,6 +278,10 @@ class VLLMServer:
     def _salt(self) -> str:
         """A string in the key of every cached block, so that blocks of other weights are never found."""
         return f"version {self._version}"
+
+    def _model(self) -> dict[str, str]:
+        """The part of a request that names the adapter."""
+        return {} if self._adapter is None else {"model": self._adapter}
 
     def gauges(self) -> Gauges:
         return self._counters.take()

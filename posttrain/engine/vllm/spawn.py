@@ -17,8 +17,9 @@ from pathlib import Path
 from posttrain.core.errors import EngineError
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm import installed
+from posttrain.engine.vllm.hot_load import BASE, check_served
 from posttrain.engine.vllm.launch import PARENT
-from posttrain.engine.vllm.start import START, arguments, describe
+from posttrain.engine.vllm.start import START, arguments, describe, memory_folder
 
 ROLE = "the rollout engine (a vLLM server of this run)"
 LOG_LINES = 12
@@ -38,7 +39,8 @@ class Spawned:
 
     def __init__(self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool) -> None:
         installed()
-        self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-")
+        check_served(policy)
+        self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-", dir=memory_folder())
         self.folder = Path(self._folder.name)
         """Holds the model's description, the log, and weights during an update."""
         describe(policy, str(self.folder / "model"))
@@ -68,6 +70,7 @@ class Spawned:
         atexit.register(self.close)
         try:
             self._wait()
+            (self.folder / "model" / BASE).unlink(missing_ok=True)  # the server has read it
         except BaseException:
             self.close()
             raise

@@ -8,6 +8,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from posttrain.engine.models import Policy
 from posttrain.engine.readout import read_out
 from posttrain.engine.vllm.contract import Capabilities
+from posttrain.engine.vllm.hot_load import check_served, lora_arguments, write_base
 
 EXTENSION = "posttrain.engine.vllm.worker.ServedWeights"
 """The extension of vLLM's workers. Importing it registers `BACKEND`."""
@@ -37,11 +39,14 @@ def eos(policy: Policy) -> int | None:
 
 
 def describe(policy: Policy, folder: str) -> None:
-    """Write what vLLM needs of a model before its weights are loaded: configuration and tokenizer."""
+    """Write what vLLM needs of a model before its weights are loaded: configuration and tokenizer. Beneath an adapter
+    the weights are written too."""
     config = copy.deepcopy(policy.module.config)
     config.architectures = [type(policy.module).__name__]
     config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
+    if policy.lora is not None:
+        write_base(policy, Path(folder))
 
 
 def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: bool) -> dict[str, Any]:
@@ -59,6 +64,7 @@ def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: 
         "trust_remote_code": policy.remote_code,
         "disable_log_stats": True,
         "seed": 0,
+        **lora_arguments(policy.lora),
     }
 
 
@@ -68,12 +74,13 @@ def build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
     with (
         _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level),
         _own_randomness(),
-        tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder,
+        tempfile.TemporaryDirectory(prefix="posttrain-vllm-", dir=memory_folder()) as folder,
     ):
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        check_served(policy)
         describe(policy, folder)
         chosen = arguments(policy, folder, slots, cache_bytes, eager)
         contract: dict[str, Any] = {
@@ -84,6 +91,12 @@ def build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
             "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         }
         return LLMEngine.from_engine_args(EngineArgs(**chosen, **contract))
+
+
+def memory_folder() -> Path:
+    """A folder in memory, or the temporary folder where there is none."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ Importing this module registers both. A server imports it because of `--worker-e
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,15 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.fingerprint import fingerprints
 from posttrain.engine.vllm.start import BACKEND
 
 ROWS = 512
 """Rows of the identity matrix in one probe of a layer."""
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """GPT-2's Conv1D has weights [in, out], which vLLM transposes to [out, in]."""
+ADAPTER = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
+"""Name of an adapter's tensor: (its layer, A or B)."""
 _ZEROS = "_posttrain_negative_zeros"
 """Attribute of the model: tensor name -> mask of sent weights that were -0.0. Products cannot
 distinguish these from 0.0."""
@@ -100,19 +103,26 @@ class ServedWeights:
             "dtype": str(model.dtype).removeprefix("torch."),
             "vocabulary": model.get_vocab_size(),
             "workers": config.parallel_config.world_size_across_dp,
+            "max_loras": 0 if config.lora_config is None else config.lora_config.max_loras,
+            "max_lora_rank": 0 if config.lora_config is None else config.lora_config.max_lora_rank,
         }
 
-    def posttrain_fingerprint(self, wanted: str) -> dict[str, str]:
-        """The fingerprint of the served weights, under the names, dtypes and shapes of the learner.
+    def posttrain_digests(self, wanted: str) -> dict[str, Any]:
+        """{"digests": the digest of each served tensor}, under the names, dtypes and shapes of the learner.
 
         Args:
             wanted: JSON list of [name, dtype, shape]. Returns {"error": ...} where a tensor cannot be recovered.
         """
         model = self.get_model()  # type: ignore[attr-defined]
         try:
-            return {"fingerprint": fingerprint(_TensorReader(model, json.loads(wanted)).tensors())}
+            return {"digests": fingerprints(_TensorReader(model, json.loads(wanted)).tensors())}
         except LookupError as error:
             return {"error": str(error)}
+
+    def posttrain_places(self, names: str) -> dict[str, Any]:
+        """{"missing": those tensors of an adapter, of a JSON list of names, for which no layer has a place}."""
+        reader = _TensorReader(self.get_model(), [])  # type: ignore[attr-defined]
+        return {"missing": [n for n in json.loads(names) if reader.stack(n) is None]}
 
 
 class _TensorReader:
@@ -129,12 +139,54 @@ class _TensorReader:
         }
         self._zeros: dict[str, Tensor] = getattr(model, _ZEROS, {})
         self._heads = [m for m in self._modules.values() if isinstance(m, ParallelLMHead)]
+        self._adapted = any(ADAPTER.fullmatch(name) for name in self._wanted)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        return [(name, self._tensor(name, dtype, shape)) for name, (dtype, shape) in self._wanted.items()]
+        found = [(name, self._tensor(name, dtype, shape)) for name, (dtype, shape) in self._wanted.items()]
+        if self._adapted:
+            self._check_others()
+        return found
+
+    def stack(self, name: str) -> Tensor | None:
+        """[rows, columns]: the room for a tensor of the one adapter that is served; None where there is none."""
+        named = ADAPTER.fullmatch(name)
+        if named is None:
+            return None
+        path, which = named.groups()
+        parent, _, last = path.rpartition(".")
+        index = 0
+        module = self._modules.get(path)
+        if module is None and last in self._fused:
+            fused, shards = self._fused[last]
+            module, index = self._modules.get(f"{parent}.{fused}"), shards.index(last)
+        stacks = getattr(module, f"lora_{which.lower()}_stacked", None)
+        return stacks[index][0, 0] if isinstance(stacks, tuple) and index < len(stacks) else None
+
+    def _adapter(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of the adapter. Beside it, its room holds zeros."""
+        whole = self.stack(name)
+        if whole is None or len(shape) != 2 or any(a > b for a, b in zip(shape, whole.shape, strict=True)):
+            raise LookupError(f"{name} has no place in vLLM's {type(self._model).__name__}")
+        value = whole[: shape[0], : shape[1]]
+        if int(value.count_nonzero()) != int(whole.count_nonzero()):
+            raise LookupError(f"beside {name} vLLM's layer holds numbers of another adapter")
+        return value
+
+    def _check_others(self) -> None:
+        """LookupError where no adapter is served, or where layers add something that was not sent."""
+        manager: Any = self._model.lora_manager
+        if None in manager.lora_index_to_id:
+            raise LookupError("vLLM serves no adapter")
+        known = {s.data_ptr() for n in self._wanted if (s := self.stack(n)) is not None}
+        for path, module in self._modules.items():
+            stacks = getattr(module, "lora_b_stacked", ())
+            for b in stacks if isinstance(stacks, tuple) else (stacks,):
+                if b[0, 0].data_ptr() not in known and bool(b[0].any()):
+                    raise LookupError(f"vLLM's layer {path} adds an adapter's output, and none was sent for it")
 
     def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        value = self._value(name, shape)
+        adapter = ADAPTER.fullmatch(name) is not None
+        value = self._adapter(name, shape) if adapter else self._value(name.replace(".base_layer.", "."), shape)
         if tuple(value.shape) != shape:
             raise LookupError(f"{name} is {shape} in the learner and {tuple(value.shape)} in vLLM")
         same = value.to(dtype)
@@ -142,12 +194,12 @@ class _TensorReader:
             raise LookupError(f"{name} is {dtype} in the learner; vLLM serves it in {value.dtype} with other values")
         if name in self._zeros:
             same = torch.where(self._zeros[name].to(same.device) & (same == 0), -0.0, same)
-        return same
+        return same + 0.0 if self._adapted and same.is_floating_point() else same  # see HotLoad.served_beneath
 
     def _value(self, name: str, shape: tuple[int, ...]) -> Tensor:
         path, _, leaf = name.rpartition(".")
         parent, _, last = path.rpartition(".")
-        if (module := self._modules.get(path)) is not None and hasattr(module, leaf):
+        if (module := self._plain(path)) is not None and hasattr(module, leaf):
             whole = self._leaf(module, leaf)
             if leaf == "weight" and any(h.weight is module.weight for h in self._heads):
                 whole = self._tied(module, whole)
@@ -156,14 +208,24 @@ class _TensorReader:
             return whole[: shape[0]] if hasattr(module, "org_vocab_size") else whole
         if last in self._fused:
             fused, shards = self._fused[last]
-            module = self._modules.get(f"{parent}.{fused}")
+            module = self._plain(f"{parent}.{fused}")
             if module is not None:
-                begin = sum(self._wanted[f"{parent}.{s}.{leaf}"][1][0] for s in shards[: shards.index(last)])
+                begin = sum(self._rows(f"{parent}.{s}", leaf) for s in shards[: shards.index(last)])
                 return self._leaf(module, leaf)[begin : begin + shape[0]]
         raise LookupError(
             f"{name} has no place of its own in vLLM's {type(self._model).__name__}, so what is served cannot be"
             " compared with what was sent. Use engine=embedded for this architecture"
         )
+
+    def _plain(self, path: str) -> nn.Module | None:
+        """The module at a path, without what vLLM puts around a layer that may have an adapter."""
+        module = self._modules.get(path)
+        return getattr(module, "base_layer", module)
+
+    def _rows(self, path: str, leaf: str) -> int:
+        """Rows of a layer's tensor, whose name says whether it lies beneath an adapter."""
+        name = f"{path}.{leaf}" if f"{path}.{leaf}" in self._wanted else f"{path}.base_layer.{leaf}"
+        return self._wanted[name][1][0]
 
     def _leaf(self, module: nn.Module, leaf: str) -> Tensor:
         if leaf == "weight" and isinstance(module, LinearBase | ParallelLMHead) and _packed(module):

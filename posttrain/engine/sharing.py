@@ -1,0 +1,157 @@
+"""When a learner computes shared beginnings once, and the proof, at its first use, that nothing changes by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import Packed
+from posttrain.core.engines import KernelChoice
+from posttrain.core.errors import InvariantError
+from posttrain.engine.attention import PackedLayout
+from posttrain.engine.readout import ReadOut
+from posttrain.engine.tree import SharedTree, TreeLayout
+
+WORTH = 0.1
+"""Least share of the positions that must be saved; below it the segments are computed as they are."""
+PROOF = 512
+"""Most tokens of the segments with which the first use is proved."""
+BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Largest |difference| / |value| of hidden states and of the whole gradient that counts as rounding; 0.1 in narrower
+types. Norms of transformers compute in float32 also in float64 models."""
+
+
+class SelectRows(torch.autograd.Function):
+    """Select rows [N, H] at positions [M]. The backward writes the first gradient of a row and adds further ones, which
+    are few: only segments that begin alike read a row twice."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, at: Tensor, again: Tensor | None) -> Tensor:
+        """`again` [J]: the indices into `at` that repeat an earlier one; None: there are none."""
+        ctx.save_for_backward(at, again)
+        ctx.rows = rows.shape[0]
+        return rows.index_select(0, at)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        at, again = ctx.saved_tensors
+        grad = grads[0]
+        out = grad.new_zeros(ctx.rows, grad.shape[1])
+        if again is None:
+            return out.index_copy_(0, at, grad), None, None
+        once = torch.ones(len(at), dtype=torch.bool, device=at.device)
+        once[again] = False
+        out.index_copy_(0, at[once], grad[once])
+        return out.index_add_(0, at[again], grad[again]), None, None
+
+
+class Sharing:
+    """Hidden states of packed segments by one read-out, with shared beginnings computed once where that is worth it.
+
+    Args:
+        on: never share where False.
+    """
+
+    def __init__(self, out: ReadOut, kernels: KernelChoice, on: bool) -> None:
+        self._out, self._on, self._proved = out, on, False
+        self._kernels: KernelChoice = kernels
+        self.computed = 0
+        """Positions computed by all calls of `hidden` so far."""
+
+    def hidden(self, packed: Packed) -> Tensor:
+        """[M, H]: the hidden state that predicts each spoken token."""
+        tree = self._tree(packed.ids_N, packed.lengths_S) if self._on else None
+        self.computed += len(packed.ids_N) if tree is None else len(tree.first_U)
+        if tree is None:
+            return _rows(self._plain(packed.ids_N, packed.lengths_S), packed.source_M)
+        if not self._proved:
+            self._prove(packed)
+            self._proved = True
+        return _rows(self._shared(packed.ids_N, packed.positions_N, tree), tree.place_N[packed.source_M])
+
+    def _tree(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree | None:
+        if len(lengths_S) < 2:
+            return None
+        tree = SharedTree.of(ids_N, lengths_S)
+        return tree if tree.saving >= WORTH else None
+
+    def _plain(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> Tensor:
+        at = np.concatenate([np.arange(n) for n in lengths_S])
+        return self._out.hidden(self._to(ids_N), self._to(at), PackedLayout(lengths_S, kernels=self._kernels))
+
+    def _shared(self, ids_N: np.ndarray, positions_N: np.ndarray, tree: SharedTree) -> Tensor:
+        """[U, H]"""
+        layout = TreeLayout(tree, kernels=self._kernels)
+        return self._out.hidden(self._to(ids_N[tree.first_U]), self._to(positions_N[tree.first_U]), layout)
+
+    def _prove(self, packed: Packed) -> None:
+        """Compare hidden states and gradients with those of the segments one by one.
+
+        Raises:
+            InvariantError: they differ by more than rounding.
+        """
+        ids, lengths = _few(packed)
+        tree, at = SharedTree.of(ids, lengths), np.concatenate([np.arange(n) for n in lengths])
+        trained = [p for p in self._out.decoder.parameters() if p.requires_grad]
+        with torch.enable_grad():
+            shared = self._shared(ids, at, tree)[self._to(tree.place_N)]
+            alone = self._plain(ids, lengths)
+            gap = _gap([shared.detach()], [alone.detach()])
+            if trained:
+                weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(0)).to(alone)
+                one, two = (
+                    torch.autograd.grad((x * weights).sum(), trained, allow_unused=True) for x in (shared, alone)
+                )
+                gap = max(gap, _gap([g for g in one if g is not None], [g for g in two if g is not None]))
+        bound = BOUNDS.get(alone.dtype, 0.1)
+        if not gap <= bound:
+            raise InvariantError(
+                "computing shared beginnings once changes what the model computes: hidden states or gradients differ"
+                f" by {gap:.2g} of their size (bound {bound:g}). Set model.share_prefixes=false, and please report the"
+                " model's architecture"
+            )
+
+    def _to(self, x: np.ndarray) -> Tensor:
+        return torch.from_numpy(x.astype(np.int64)).to(self._out.weight.device)
+
+
+def _rows(hidden: Tensor, at_M: np.ndarray) -> Tensor:
+    _, first = np.unique(at_M, return_index=True)
+    again = np.setdiff1d(np.arange(len(at_M)), first)
+    device = hidden.device
+    return SelectRows.apply(
+        hidden,
+        torch.from_numpy(at_M.astype(np.int64)).to(device),
+        torch.from_numpy(again).to(device) if len(again) else None,
+    )
+
+
+def _few(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, lengths) of a few segments that begin alike: those that share the most, up to `PROOF` tokens, at least two
+    of them. Long ones are cut."""
+    ends = np.cumsum(packed.lengths_S)
+    parts = [packed.ids_N[a:b] for a, b in zip(ends - packed.lengths_S, ends, strict=True)]
+    parts.sort(key=lambda x: x.astype(">u4").tobytes())
+    best = max(range(1, len(parts)), key=lambda i: SharedTree.of(*_joined(parts[i - 1 : i + 1])).saving)
+    chosen = parts[best - 1 : best + 1]
+    for part in parts[best + 1 :]:
+        if sum(map(len, chosen)) + len(part) > PROOF:
+            break
+        chosen.append(part)
+    return _joined([part[:PROOF] for part in chosen])
+
+
+def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate(parts), np.array([len(x) for x in parts], np.int64)
+
+
+def _gap(ours: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """|difference| / |wanted| of all numbers together; inf where it is not a number."""
+    apart = sum(float((a - b).double().square().sum()) for a, b in zip(ours, wanted, strict=True))
+    size = sum(float(b.double().square().sum()) for b in wanted)
+    gap = (apart / max(size, 1e-60)) ** 0.5
+    return gap if gap == gap else float("inf")

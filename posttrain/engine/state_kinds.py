@@ -1,0 +1,70 @@
+"""Which architectures keep a recurrent state, read from config.json alone: before weights are loaded, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.core.errors import EngineError
+
+ALWAYS = ("falcon_h1", "falcon_mamba", "kimi_linear", "mamba", "mamba2", "rwkv", "zamba2")
+"""Model types of which every model keeps a state, and which are computed sequence by sequence."""
+BY_LAYERS = (
+    "bamba",
+    "granitemoehybrid",
+    "jamba",
+    "lfm2",
+    "lfm2_moe",
+    "minimax",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
+"""Model types whose layers may keep a state; `LISTS` say which do. They are computed sequence by sequence too."""
+NOT_SHOWN = ("bailing_hybrid", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "xlstm", "zamba")
+"""Model types that keep a state, and of which nobody has shown that a sequence in a batch is what it is alone.
+RecurrentGemma keeps the state of its last sequence on the module."""
+LISTS = ("layer_types", "layers_block_type", "block_types")
+"""Config fields that name the kind of each layer."""
+STATES = ("linear", "mamba", "conv", "recurrent", "hybrid", "lstm", "ssm", "rwkv", "delta")
+"""Parts of the names of kinds of layers that keep a state."""
+
+
+def keeps_state(config: Mapping[str, Any]) -> bool:
+    """Whether a model of this config.json keeps a state that must not pass from one sequence to the next.
+
+    Raises:
+        EngineError: it keeps one, and cannot be trained here. The message names the architecture.
+    """
+    kind = str(config.get("model_type", ""))
+    inner = config.get("text_config")
+    listed = [_kinds(part) for part in (config, inner) if isinstance(part, Mapping)]
+    states = sorted({k for kinds in listed for k in kinds if any(word in k for word in STATES)})
+    if kind in ALWAYS:
+        return True
+    if kind in BY_LAYERS:
+        return bool(states) or not any(listed)
+    if kind in NOT_SHOWN or states:
+        what = f" (layers of kind {', '.join(states)})" if states else ""
+        raise EngineError(
+            f"{kind} keeps a recurrent state{what}, and it was not shown that a batch of its sequences equals each of"
+            " them alone: gradients could be those of other sequences. Use a model whose layers all attend (Llama,"
+            f" Qwen3, Mistral, Gemma, ...), or one of {', '.join(KNOWN)}"
+        )
+    return False
+
+
+KNOWN = tuple(sorted({*ALWAYS, *BY_LAYERS}))
+"""Model types with a state that can be trained."""
+
+
+def _kinds(config: Mapping[Any, Any]) -> list[str]:
+    """The kinds of layers that a config lists."""
+    found = (config.get(name) for name in LISTS)
+    return [
+        str(kind) for kinds in found if isinstance(kinds, Sequence) and not isinstance(kinds, str) for kind in kinds
+    ]

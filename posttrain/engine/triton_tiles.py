@@ -1,0 +1,152 @@
+"""The two operations on a tile of scores (`engine.tiles`) as Triton kernels, for a GPU. Each reads the scores once,
+where torch's operations read them about ten times.
+
+Import this module only where triton is installed. With TRITON_INTERPRET=1 the kernels run on a CPU, slowly; that is for
+tests.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from posttrain.core.errors import EngineError
+from posttrain.engine import tiles
+from posttrain.engine.tiles import TileForm
+
+COLUMNS = 4096
+"""Scores of a row that a program reads at once. A power of 2."""
+BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
+"""Largest difference from torch's operations, relative to the largest number."""
+
+
+@triton.jit
+def _fold_rows(z, most, mass, spread, width, stride, LOWEST: tl.constexpr, SPREAD: tl.constexpr, COLUMNS: tl.constexpr):
+    """One program reads one row; m, S and U as in `engine.tiles`. Columns beyond the row count as -inf."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    x = tl.load(z + row * stride + columns, mask=columns < width, other=float("-inf"))
+    m = tl.maximum(tl.max(x, 0), LOWEST)
+    q = x - m
+    p = tl.exp(q)
+    s = tl.sum(p, 0)
+    u = tl.sum(tl.where(q == float("-inf"), 0.0, p * q), 0)
+    for first in range(COLUMNS, width, COLUMNS):
+        x = tl.load(z + row * stride + first + columns, mask=first + columns < width, other=float("-inf"))
+        new = tl.maximum(tl.max(x, 0), m)
+        was = tl.exp(m - new)
+        q = x - new
+        p = tl.exp(q)
+        if SPREAD:
+            u = was * (u + (m - new) * s) + tl.sum(tl.where(q == float("-inf"), 0.0, p * q), 0)
+        s = was * s + tl.sum(p, 0)
+        m = new
+    tl.store(most + row, m)
+    tl.store(mass + row, s)
+    if SPREAD:
+        tl.store(spread + row, u)
+
+
+@triton.jit
+def _cotangent_rows(z, norm, total, by_entropy, entropy, width, stride, SPREAD: tl.constexpr, COLUMNS: tl.constexpr):
+    """One program overwrites `COLUMNS` scores of one row with -(g_logp + g_H (q + H)) p."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place = z + row * stride + columns
+    q = tl.load(place, mask=columns < width, other=float("-inf")) - tl.load(norm + row)
+    by = tl.load(total + row)
+    if SPREAD:
+        known = tl.where(q == float("-inf"), 0.0, q)
+        d = -(by + tl.load(by_entropy + row) * (known + tl.load(entropy + row))) * tl.exp(q)
+    else:
+        d = -by * tl.exp(q)
+    tl.store(place, d, mask=columns < width)
+
+
+def fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See `TileForm.fold`. Masked scores need no other path."""
+    rows, width = z.shape
+    most, mass, spread = z.new_empty(3, rows)
+    if rows:
+        lowest = torch.finfo(z.dtype).min
+        _launch(_fold_rows, (rows,), z, most, mass, spread, width, z.stride(0), lowest, want_entropy, _columns(width))
+    return most, mass, spread if want_entropy else None
+
+
+def cotangent(
+    z: Tensor, norm: Tensor, named: Tensor, by_logp: Tensor, by_entropy: Tensor | None, entropy: Tensor, masked: bool
+) -> Tensor:
+    """See `TileForm.cotangent`. The scores become the gradient in place."""
+    rows, width = z.shape
+    place, inside = tiles.within(named, width)
+    total, spread = by_logp.sum(1), by_entropy is not None
+    if rows:
+        given = (total, norm if by_entropy is None else by_entropy.contiguous(), entropy if spread else norm)
+        size = _columns(width)
+        _launch(_cotangent_rows, (rows, triton.cdiv(width, size)), z, norm, *given, width, z.stride(0), spread, size)
+    return z.scatter_add_(1, place, by_logp.masked_fill(~inside, 0))
+
+
+TRITON = TileForm(fold, cotangent)
+
+
+def _columns(width: int) -> int:
+    return min(COLUMNS, triton.next_power_of_2(width))
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *given: Any) -> None:
+    kernel[grid](*given, num_warps=8)
+
+
+@cache
+def proved(device: torch.device, dtype: torch.dtype) -> TileForm:
+    """The Triton form, after it agreed with torch's operations on a small case on this device.
+
+    Raises:
+        EngineError: it does not agree, or it cannot be compiled here.
+    """
+    try:
+        gap = largest_gap(device, dtype)
+    except Exception as error:  # a compiler and a driver raise errors of any kind
+        first = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise EngineError(
+            f"the head's Triton kernels do not run on {device} ({type(error).__name__}: {first}). Set"
+            " model.kernels=torch to compute without them"
+        ) from error
+    if not gap <= BOUNDS[dtype]:
+        raise EngineError(
+            f"the head's Triton kernels differ from torch's operations on {device} by {gap:.2g} of the largest number,"
+            f" and {BOUNDS[dtype]:.0e} is allowed. Set model.kernels=torch to compute without them, and report it with"
+            f" the versions of torch ({torch.__version__}) and triton ({triton.__version__})"
+        )
+    return TRITON
+
+
+def largest_gap(device: torch.device, dtype: torch.dtype) -> float:
+    """Of all numbers of both operations on a small tile, with banned ids, a row without any id, large scores, and more
+    columns than a program reads at once. nan where one form has nan."""
+    rows, width = 5, COLUMNS + 37
+    made = torch.Generator().manual_seed(0)
+    z = torch.randn(rows, width, generator=made, dtype=torch.float64) * 3
+    z[1, ::3], z[2, :], z[3, width - 1] = -torch.inf, -torch.inf, 500.0
+    z, by = z.to(device, dtype), torch.randn(4, rows, generator=made, dtype=torch.float64).to(device, dtype)
+    named = torch.tensor([[1, width - 1], [4, -3], [0, 0], [width + 5, 2], [7, 7]], device=device)
+    worst = 0.0
+    for want in (False, True):
+        norm = torch.logsumexp(z, 1).nan_to_num(neginf=0.0)
+        spread = by[2] if want else None
+        found = [
+            [*form.fold(z.clone(), want, True), form.cotangent(z.clone(), norm, named, by[:2].t(), spread, by[3], True)]
+            for form in (TRITON, tiles.TORCH)
+        ]
+        for ours, theirs in zip(*found, strict=True):
+            if ours is not None and theirs is not None:
+                largest = theirs.abs().nan_to_num(posinf=0.0).clamp_max(1e30).max().clamp_min(1.0)
+                gaps = torch.where(ours == theirs, 0.0, (ours - theirs).abs() / largest)
+                worst = max(worst, float(gaps.max())) if not bool(gaps.isnan().any()) else float("nan")
+    return worst

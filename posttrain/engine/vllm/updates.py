@@ -1,0 +1,76 @@
+"""New weights for vLLM in this process, while no turn runs: whole tensors, or the files of an adapter."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from posttrain.core.errors import EngineError
+from posttrain.engine.fingerprint import digest_of
+from posttrain.engine.vllm.hot_load import HotLoad
+from posttrain.engine.vllm.requests import ClientCounters, ExpectedTensors
+from posttrain.engine.vllm.start import memory_folder
+
+
+class Updates:
+    """Loads weights into an engine, and reads back what it then computes with.
+
+    Args:
+        hot: None where all weights train.
+
+    Raises:
+        EngineError: vLLM has no place for the adapter on some layer.
+    """
+
+    def __init__(self, engine: Any, expected: ExpectedTensors, hot: HotLoad | None, counters: ClientCounters) -> None:
+        self._engine, self._expected, self._hot, self._counters = engine, expected, hot, counters
+        self.adapter: Any = None
+        """What a request names so that the adapter is used; None: there is none."""
+        if hot is not None:
+            hot.refuse(self._ask("posttrain_places", list(hot.shapes))["missing"])
+
+    def load(self, version: int, given: list[tuple[str, Tensor]]) -> str:
+        """Serve these tensors as `version`; returns the fingerprint of what is then served. EngineError where that is
+        something else than was sent."""
+        engine, hot = self._engine, self._hot
+        if hot is None:
+            engine.collective_rpc("start_weight_update")
+            engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": given}})
+            engine.collective_rpc("finish_weight_update")
+            self._counters.pushed(sum(t.nbytes for _, t in given))
+        else:
+            self._load_adapter(version, hot, given)
+        if not engine.reset_prefix_cache():
+            raise EngineError("its prefix cache could not be emptied")
+        engine.set_weight_version(str(version))
+        served = self._ask("posttrain_digests", (hot or self._expected).wanted())["digests"]
+        return digest_of(served) if hot is None else hot.confirm(served, given)
+
+    def _load_adapter(self, version: int, hot: HotLoad, given: list[tuple[str, Tensor]]) -> None:
+        """Load the adapter in the place of the last one. Its name and the path of its files are new, because the prefix
+        cache has both in its keys."""
+        from vllm.lora.request import LoRARequest
+
+        last = self.adapter
+        number = 1 if last is None else last.lora_int_id + 1
+        with tempfile.TemporaryDirectory(prefix="posttrain-adapter-", dir=memory_folder()) as folder:
+            path = Path(folder) / "adapter"
+            self._counters.pushed(hot.write(path, given))
+            self.adapter = LoRARequest(f"version {version}", number, str(path))
+            if not self._engine.add_lora(self.adapter):
+                raise EngineError("it did not take the adapter")
+        if last is not None:
+            self._engine.remove_lora(last.lora_int_id)
+        if (held := set(self._engine.list_loras())) != {number}:
+            raise EngineError(f"it holds the adapters {sorted(held)}, and should hold number {number} alone")
+
+    def _ask(self, method: str, argument: Any) -> dict[str, Any]:
+        """What a method of `worker.ServedWeights` answers."""
+        (told,) = self._engine.collective_rpc(method, args=(json.dumps(argument),))
+        if "error" in told:
+            raise EngineError(told["error"])
+        return told

@@ -1,0 +1,219 @@
+"""What segments begin with is computed once, and nothing else changes: hidden states and gradients are those of the
+segments one by one, for every tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.core.batch import Packed
+from posttrain.core.bins import LEAST
+from posttrain.core.errors import InvariantError
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Segment
+from posttrain.engine import sharing, tree
+from posttrain.engine.attention import PackedLayout
+from posttrain.engine.learner import FrozenScorer, HFLearner
+from posttrain.engine.models import Policy, load_policy
+from posttrain.engine.readout import read_out
+from posttrain.engine.tree import SharedTree, TreeLayout
+from tests.rooms.engine_parts import ALPHABET, ARCHS, tiny
+
+
+def policy(arch: str = "gpt2", **changes: Any) -> Policy:
+    return load_policy(tiny(arch, context=192, **changes), ALPHABET, 0)
+
+
+def forest(seed: int, prompts: int = 3, siblings: int = 4) -> list[np.ndarray]:
+    """Siblings of prompts, later turns of some, one twice, in any order."""
+    rng = np.random.default_rng(seed)
+    out = list[np.ndarray]()
+    system = rng.integers(0, 24, rng.integers(0, 20))
+    for _ in range(prompts):
+        prompt = np.concatenate([system, rng.integers(0, 24, rng.integers(2, 25))])
+        for _ in range(siblings):
+            first = np.concatenate([prompt, rng.integers(0, 24, rng.integers(1, 14))])
+            out.append(first)
+            if rng.random() < 0.4:
+                turns = [np.concatenate([first, rng.integers(0, 24, rng.integers(1, 20))]) for _ in range(2)]
+                out += turns
+                out.append(np.concatenate([turns[0], rng.integers(0, 24, 9)]))
+            if rng.random() < 0.2:
+                out.append(first.copy())
+    return [out[i].astype(np.int32) for i in rng.permutation(len(out))]
+
+
+def segment(ids: np.ndarray, spoken: int) -> Segment:
+    mask = np.arange(len(ids)) >= len(ids) - spoken
+    blank = np.where(mask, -1.0, np.nan).astype(np.float32)
+    return Segment(ids, mask, blank, np.where(mask, 0, -1).astype(np.int32), Sampling())
+
+
+def batch(parts: list[np.ndarray]) -> Packed:
+    return Packed.of([segment(x, max(1, len(x) // 2)) for x in parts])
+
+
+def longs(x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(x.astype(np.int64))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), prompts=st.integers(1, 6), siblings=st.integers(1, 6))
+def test_the_tree_holds_every_segment_once(seed: int, prompts: int, siblings: int) -> None:
+    parts = forest(seed, prompts, siblings)
+    ids, lengths = np.concatenate(parts), np.array([len(x) for x in parts])
+    at = np.concatenate([np.arange(n) for n in lengths])
+    found = SharedTree.of(ids, lengths)
+    assert np.array_equal(ids[found.first_U][found.place_N], ids)
+    assert np.array_equal(at[found.first_U][found.place_N], at)
+    whole = {tuple(x[: n + 1].tolist()) for x in parts for n in range(len(x))}
+    assert len(whole) <= len(found.first_U) <= len(ids), "no position is left out, and none is invented"
+    assert sum(r.length for r in found.runs) == len(found.first_U)
+    for run in found.runs:
+        path = np.append(run.above, np.arange(run.start, run.start + run.length))
+        depth = at[found.first_U][path]
+        assert np.array_equal(depth, np.arange(len(path))), "what is above a run leads to it from the beginning"
+
+
+def test_siblings_of_one_prompt_share_all_of_it() -> None:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 24, 40)
+    parts = [np.append(prompt, [i, *rng.integers(0, 24, 39)]).astype(np.int32) for i in range(16)]
+    found = SharedTree.of(np.concatenate(parts), np.full(16, 80))
+    assert len(found.first_U) == 40 + 16 * 40 and found.saving == pytest.approx(1 - 680 / 1280)
+
+
+@pytest.mark.parametrize("alike", [LEAST - 1, LEAST])
+def test_a_few_tokens_are_not_worth_it(alike: int) -> None:
+    parts = [np.r_[np.zeros(alike), np.full(30, 1 + i)].astype(np.int32) for i in range(2)]
+    assert (SharedTree.of(np.concatenate(parts), np.array([len(x) for x in parts])).saving > 0) is (alike >= LEAST)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("seed", range(3))
+def test_hidden_states_and_gradients_are_those_without_sharing(arch: str, seed: int) -> None:
+    """In float64. The norms of transformers compute in float32, but for GPT-2's, so gradients of others agree to their
+    rounding."""
+    module = policy(arch).module.double()
+    out, parts = read_out(module), forest(seed)
+    ids, lengths = np.concatenate(parts), np.array([len(x) for x in parts])
+    at = np.concatenate([np.arange(n) for n in lengths])
+    found = SharedTree.of(ids, lengths)
+    alone = out.hidden(longs(ids), longs(at), PackedLayout(lengths))
+    shared = out.hidden(longs(ids[found.first_U]), longs(at[found.first_U]), TreeLayout(found))[longs(found.place_N)]
+    torch.testing.assert_close(shared, alone, rtol=1e-6, atol=1e-10 if arch == "gpt2" else 1e-6)
+    weights = torch.randn(alone.shape, dtype=alone.dtype, generator=torch.Generator().manual_seed(1))
+    grads = [
+        torch.autograd.grad((x * weights).sum(), list(module.parameters()), allow_unused=True) for x in (alone, shared)
+    ]
+    for one, two in zip(*grads, strict=True):
+        if one is not None:
+            bound = (1e-10 if arch == "gpt2" else 2e-6) * float(one.abs().max())
+            torch.testing.assert_close(two, one, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("window", [None, 5, 30])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("waste", [0.0, 0.12, 0.9])
+def test_attention_alone_is_exact(window: int | None, softcap: float | None, waste: float) -> None:
+    """With grouped heads, a sliding window, a soft-cap and any padding, in float64."""
+    parts = forest(7, prompts=4)
+    ids, lengths = np.concatenate(parts), np.array([len(x) for x in parts])
+    found = SharedTree.of(ids, lengths)
+    generator = torch.Generator().manual_seed(0)
+    given_U = [
+        torch.randn(1, heads, len(found.first_U), 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)
+    ]
+    for x in given_U:
+        x.requires_grad_(True)
+
+    def attended(layout: Any, rows: list[torch.Tensor]) -> torch.Tensor:
+        return layout.attend(torch.nn.Module(), *rows, scaling=0.3, sliding_window=window, softcap=softcap)[0]
+
+    place = longs(found.place_N)
+    shared = attended(TreeLayout(found, waste=waste), given_U)[place]
+    alone = attended(PackedLayout(lengths), [x[:, :, place] for x in given_U])
+    torch.testing.assert_close(shared, alone, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(alone.shape, dtype=torch.float64, generator=generator)
+    for one, two in zip(*(torch.autograd.grad((x * weights).sum(), given_U) for x in (alone, shared)), strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-10, atol=1e-10)
+
+
+def test_a_learner_scores_and_learns_the_same() -> None:
+    data, learners = batch(forest(3)), [HFLearner(policy(share_prefixes=on)) for on in (True, False)]
+    scores = [learner.forward(data, entropy=True, value=True) for learner in learners]
+    for name in ("logp", "entropy", "value"):
+        torch.testing.assert_close(getattr(scores[0], name), getattr(scores[1], name), rtol=1e-4, atol=1e-5)
+    for score in scores:
+        score.logp.sum().backward()
+    for one, two in zip(*(x.parameters().values() for x in learners), strict=True):
+        if one.grad is not None and two.grad is not None:
+            torch.testing.assert_close(one.grad, two.grad, rtol=1e-3, atol=1e-4 * float(two.grad.abs().max()))
+    for verb in ("score", "entropy", "energy"):
+        np.testing.assert_allclose(*(getattr(x, verb)(data) for x in learners), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(*(FrozenScorer(x.policy).score(data) for x in learners), rtol=1e-4, atol=1e-5)
+
+
+def test_with_recomputed_layers_the_gradient_is_the_same() -> None:
+    data = batch(forest(3))
+    grads = list[list[torch.Tensor]]()
+    for again in ("none", "selective", "full"):
+        learner = HFLearner(policy("qwen3"), gradient_checkpointing=again)
+        learner.train_mode(True)
+        learner.forward(data, entropy=False, value=False).logp.sum().backward()
+        grads.append([p.grad for p in learner.parameters().values() if p.grad is not None])
+    for one, *others in zip(*grads, strict=True):
+        for two in others:
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+
+
+def leak(layout: type[TreeLayout]) -> Callable[..., Any]:
+    """A mask by which a run sees all of what is above it and all of itself: the future too."""
+    return lambda self, longest, deep, window: torch.ones(longest, deep + longest, dtype=torch.bool) if deep else None
+
+
+def late(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Positions that begin again at 0 behind the shared beginning."""
+
+    def shared(self: Any, ids_N: np.ndarray, positions_N: np.ndarray, found: SharedTree) -> Any:
+        wrong = positions_N.copy()
+        starts = {r.start: len(r.above) for r in found.runs}
+        for start, deep in starts.items():
+            wrong[found.first_U[start]] -= deep
+        return real(self, ids_N, wrong, found)
+
+    return shared
+
+
+@pytest.mark.parametrize("fault", ["mask", "positions", "sibling", "gradient"])
+def test_the_first_use_finds_a_wrong_tree(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "mask":
+        monkeypatch.setattr(TreeLayout, "_mask", leak(TreeLayout))
+    elif fault == "positions":
+        monkeypatch.setattr(sharing.Sharing, "_shared", late(sharing.Sharing._shared))  # pyright: ignore[reportPrivateUsage]
+    elif fault == "sibling":
+        monkeypatch.setattr(tree, "alike", lambda a, b: min(len(a), len(b)) - 1)
+    else:
+        real = tree._Above.backward  # pyright: ignore[reportPrivateUsage]
+        monkeypatch.setattr(
+            tree._Above,  # pyright: ignore[reportPrivateUsage]
+            "backward",
+            staticmethod(lambda ctx, *grads: (real(ctx, *grads)[0] * 0.5, None)),
+        )
+    with pytest.raises(InvariantError, match="share_prefixes=false"):
+        HFLearner(policy("qwen3")).score(batch(forest(3)))
+
+
+def test_switched_off_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("a tree was made")
+
+    monkeypatch.setattr(SharedTree, "of", never)
+    HFLearner(replace(policy(), share_prefixes=False)).score(batch(forest(3)))

@@ -1,0 +1,71 @@
+"""Peak memory by role: what is measured, and where it is written and shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import posttrain
+from posttrain.api.summary import memory_lines
+from posttrain.core import reader
+from posttrain.diagnose.outcome import read_outcome
+from posttrain.role.memory import PeakMemory
+from posttrain.role.roles import RoleCosts
+
+MIB = 1 << 20
+
+
+def touch(mebibytes: int) -> int:
+    """Use that much memory for a moment."""
+    return int(np.ones(mebibytes * MIB, np.uint8)[::4096].sum())
+
+
+@pytest.fixture
+def peak() -> PeakMemory:
+    made = PeakMemory()
+    if made.what != "resident":
+        pytest.skip("this machine does not let a peak be set back")
+    return made
+
+
+def test_a_peak_is_seen_and_set_back(peak: PeakMemory) -> None:
+    peak.reset()
+    before = peak.read()
+    touch(96)
+    assert 88 * MIB < peak.read() - before < 128 * MIB
+    peak.reset()
+    assert peak.read() - before < 48 * MIB
+
+
+def test_without_a_peak_of_its_own_the_process_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("posttrain.role.memory.CLEAR", tmp_path / "missing" / "clear_refs")
+    made = PeakMemory()
+    made.reset()
+    assert made.what == "resident, since the process began" and made.read() > 50 * MIB
+
+
+def test_roles_within_roles(peak: PeakMemory) -> None:
+    costs = RoleCosts(peak=peak)
+    with costs.of("light"):
+        pass
+    with costs.of("outer"):
+        with costs.of("inner"):
+            touch(96)
+        with costs.of("after"):
+            pass
+    light, outer, inner, after = (costs.memory[n] for n in ("light", "outer", "inner", "after"))
+    assert outer >= inner > light + 80 * MIB and after < inner - 60 * MIB
+    assert costs.take_memory()["outer"] == outer and not costs.memory and costs.most["outer"] == outer
+
+
+def test_every_line_of_the_record_has_the_peaks_of_its_roles(tmp_path: Path) -> None:
+    words = ("sft.steps=2", "rl.steps=2", "rl.prompts=2", "rl.siblings=2", "rl.eval_every=1", "env.heldout=2")
+    posttrain.run("arithmetic", *words, "evaluation.samples=1", out=tmp_path / "run", quiet=True)
+    steps = reader.steps(tmp_path / "run")
+    roles = [set(s.memory) for s in steps if s.stage == "rl"]
+    assert {"rollout", "score", "learn", "sync", "evaluate"} <= roles[0] and {"rollout", "learn"} <= roles[1]
+    assert all(m > 50 * MIB for s in steps for m in s.memory.values())
+    (title, *lines) = memory_lines(read_outcome(tmp_path / "run"))
+    assert title.startswith("peak MiB by role (resident") and len(lines) >= 2 and "learn" in lines[0]
