@@ -171,11 +171,11 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "keeps a recurrent state": (
         "It was not shown that a sequence in a batch is what it is alone.",
-        "bailing_hybrid lfm3 qwen4_exp_text recurrent_gemma xlstm zaya ",
+        "bailing_hybrid inkling2_text inkling_text lfm3 qwen4_exp_text recurrent_gemma xlstm zaya ",
     ),
     "changes its attention scores by": (
         "Attention has sinks, position biases or other terms beside query times key.",
-        "deepseek_v4 flint gpt_oss granite_swa granitemoe_swa inkling2_text inkling_text mimo_v2_flash ",
+        "deepseek_v4 flint gpt_oss granite_swa granitemoe_swa mimo_v2_flash ",
     ),
     "its logits differ from head": (
         "There are layers between the last hidden state and the head (masked language models used as decoders).",

@@ -140,7 +140,6 @@ def test_the_page_has_the_table() -> None:
     ("family", "changes", "says"),
     [
         ("falcon", {"alibi": True}, "ALiBi"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, r"layers \[0\] .*Lfm2ShortConv"),
         ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse", "full_attention"]}, "block_indices"),
     ],
 )
