@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain.core.adapter import goes_on
 from posttrain.core.checkpoint import find
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.errors import ConfigError, DataError, RunFolderError
 from posttrain.core.reader import folder_of, is_run, run_file
 from posttrain.core.run import Model, Run
 from posttrain.engine.saved_adapter import saved_adapter
@@ -82,13 +82,17 @@ def was_built(path: str | Path | None) -> bool:
 
 
 def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
-    """The policy at `model.path`, a run or one of its checkpoints: an `engine.models.Policy` with those weights.
+    """The policy at `model.path`, a run or one of its checkpoints: an `engine.models.Policy` with those weights. The
+    weights beneath an adapter are the run's own copy, or else the model that it was given.
 
     Raises:
         DataError: the model needs code of its own, so its folder is not enough.
+        RunFolderError: the model beneath the adapter has changed since.
     """
+    from posttrain.engine.kept import BASE
     from posttrain.engine.learner import HFLearner
-    from posttrain.engine.models import with_adapter
+    from posttrain.engine.locate import check_source
+    from posttrain.engine.models import load_policy, with_adapter
     from posttrain.role.weights import load_weights
 
     source = run_source(model.path)
@@ -96,8 +100,13 @@ def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
     checkpoint = find(*source)
     before = run_file(source[0]).run.model
     then = before.lora
+    asked = replace(model, lora=then, quantize=before.quantize)
     try:
-        policy = kept_in(source[0], replace(model, lora=then, quantize=before.quantize), most)
+        if then is None or before.path is None or (source[0] / MODEL / BASE).exists():
+            policy = kept_in(source[0], asked, most)
+        else:
+            check_source(f"{source[0]}: model.path", before.path)
+            policy = same_base(source[0], load_policy(replace(asked, path=before.path), None, seed, most=most))
     except DataError as error:
         raise DataError(
             f"{error}. To begin with its weights, write them as a plain model first: posttrain export {source[0]}"
@@ -114,6 +123,23 @@ def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:
 
     stops: Any = run_file(folder).facts.get("stop_ids")
     return kept(model, folder / MODEL, folder / TOKENIZER, stops, most)
+
+
+def same_base(folder: Path, policy: Any) -> Any:
+    """The policy, whose frozen weights are those that the run of the folder began with.
+
+    Raises:
+        RunFolderError: they are others, so the run's adapter does not belong to them.
+    """
+    from posttrain.engine.models import base_digest
+
+    then: Any = run_file(folder).facts.get("base_digest")
+    if policy.lora is not None and then is not None and then != (now := base_digest(policy)):
+        raise RunFolderError(
+            f"{folder} holds an adapter over weights with digest {then}, and those of {policy.source} have {now}: they"
+            " have changed since. Put the weights that the run began with there again"
+        )
+    return policy
 
 
 def is_branch(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.api.admit import remember_run
-from posttrain.api.branch import is_branch
+from posttrain.api.branch import is_branch, same_base
 from posttrain.api.build import facts, make_parts, make_policy, use_deterministic, use_threads, words_in_tokens
 from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
@@ -17,7 +17,7 @@ from posttrain.api.lineage import began_with, write_lineage
 from posttrain.api.proofs import prove_start
 from posttrain.api.request import RunRequest
 from posttrain.api.summary import conclude, planted_lines
-from posttrain.api.target import keep_policy, same_base
+from posttrain.api.target import keep_policy
 from posttrain.api.terminal import Terminal
 from posttrain.api.trackers import make_trackers, tracker_lines
 from posttrain.controller.interrupt import Interrupted, Stopper

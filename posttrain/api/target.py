@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, to_stderr
-from posttrain.api.branch import MODEL, TOKENIZER, begun_with, branched_policy, run_source, was_built
+from posttrain.api.branch import MODEL, TOKENIZER, begun_with, branched_policy, run_source, same_base, was_built
 from posttrain.api.defaults import for_model, given_paths
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import find
@@ -166,23 +166,6 @@ def built_policy(folder: Path, run: Run) -> Policy:
     policy = load_policy(run.model, None, run.seed, tokenizer_files=folder / TOKENIZER)
     _same_words(folder, policy)
     return same_base(folder, policy)
-
-
-def same_base(folder: Path, policy: Policy) -> Policy:
-    """The policy, whose frozen weights are those that the run of the folder began with.
-
-    Raises:
-        RunFolderError: they are others, so the run's adapter does not belong to them.
-    """
-    from posttrain.engine.models import base_digest
-
-    then: Any = run_file(folder).facts.get("base_digest")
-    if policy.lora is not None and then is not None and then != (now := base_digest(policy)):
-        raise RunFolderError(
-            f"{folder} holds an adapter over weights with digest {then}, and those of {policy.source} have {now}: they"
-            " have changed since. Put the weights that the run began with there again"
-        )
-    return policy
 
 
 def _same_words(folder: Path, policy: Policy) -> None:

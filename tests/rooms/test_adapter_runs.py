@@ -110,15 +110,16 @@ def test_another_base_is_refused(train: Train, model: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_branch_goes_on_with_the_adapter(train: Train, full: Path, model: Path, tmp_path: Path, kept: bool) -> None:
-    """`kept`: the base is another run's, so the folder keeps it, and goes on without the other one."""
+    """`kept`: the base is another run's, so the folder keeps it; else it is the model that the run was given. A branch
+    keeps it in any case, and goes on without the other one."""
     first = train(full if kept else model, tmp_path / "a", 2)
     assert (first / "model" / "base.safetensors").exists() == kept
-    if not kept:
-        with pytest.raises(Exception, match="export"):
-            train(first, tmp_path / "b", 2)
-        return
-    train(first, tmp_path / "b", 2, lora=())
-    assert run_file(tmp_path / "b").run.model.lora == run_file(first).run.model.lora
+    second = train(first, tmp_path / "b", 2, lora=())
+    assert run_file(second).run.model.lora == run_file(first).run.model.lora
+    assert (second / "model" / "base.safetensors").exists()
+    assert run_file(second).facts["base_digest"] == run_file(first).facts["base_digest"]
+    third = train(second, tmp_path / "d", 2, lora=())
+    assert run_file(third).facts["base_digest"] == run_file(first).facts["base_digest"]
     with pytest.raises(ConfigError, match="there is an adapter already"):
         train(first, tmp_path / "c", 2, lora=["model.lora.rank=2"])
 
