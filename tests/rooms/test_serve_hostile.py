@@ -223,12 +223,12 @@ async def test_a_caller_that_does_not_read_is_cut_off_and_its_answers_end(model:
 async def test_a_caller_that_reads_slowly_is_served(model: Path) -> None:
     """What is taken at some kilobytes a second goes on longer than `write_seconds`."""
     engine = Endless()
-    async with up(model, sampler=engine, limits=CallerLimits(write_seconds=4)) as u, caller(u, limit=4096) as c:
+    async with up(model, sampler=engine, limits=CallerLimits(write_seconds=6)) as u, caller(u, limit=4096) as c:
         await c.send(post({"prompt": "user", "stream": True, "max_tokens": 2**31 - 1, "n": 8}))
         start, got = time.monotonic(), 0
         while time.monotonic() - start < 9:
             got += len(await c.reader.read(1 << 16))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.01)
         assert engine.speaking == 8 and got > 1 << 18
 
 
