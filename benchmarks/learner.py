@@ -2,12 +2,16 @@
 
     python benchmarks/learner.py                       # both sizes; a quarter of an hour on a calm machine
     python benchmarks/learner.py --sizes 1m --repeats 9
+    python benchmarks/learner.py --sharing             # only: our step with and without shared prefixes
     python benchmarks/learner.py --quick               # 1m, 4 prompts, 2 repeats, nothing written: does it run?
     python benchmarks/learner.py --peer-python ENV/bin/python        # TRL lives in another environment
 
 Each side is a process of its own (`learner_side.py`). Naive and TRL run at the micro-batch that a search in the same
 run finds fastest by CPU seconds, ours at its defaults. Steps alternate, and the ratios are medians over the pairs. All
 sides must have the same gradient norm at their first step.
+
+Besides, our step is timed with and without shared prefixes, on prompts that are half of every sequence and have 16
+siblings, where 1.88 times as many positions are computed without.
 
 The share of the roofline counts needed operations only: three times a forward pass over the positions that differ,
 and the head at spoken tokens. What is computed again, or twice for siblings, counts as nothing. It is divided by a
@@ -26,12 +30,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from grpo_work import PROMPT, SIBLINGS, SIZES, SYMBOLS, Job, Size, lengths_PG, save_checkpoint
+from learner_side import HALF, HALF_SIBLINGS, HALF_TOKENS, IDEAL
 from side import Worker, machine, sgemm
 
 HERE = Path(__file__).parent
@@ -119,6 +125,37 @@ def contest(name: str, args: argparse.Namespace, folder: Path, parameters: int) 
     }
 
 
+def sharing(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One size: our step with and without shared prefixes, alternating, on prompts half as long as a sequence."""
+    prompts = max(1, args.prompts * SIBLINGS // HALF_SIBLINGS)
+    job = Job(str(folder), HALF, prompts, args.threads)
+    told: dict[str, list[dict[str, Any]]] = {"ours": [], "unshared": []}
+    running = {side: worker(side, replace(job, share=side == "ours"), sys.executable, folder) for side in told}
+    norms = [one.ask(do="step")["norm"] for one in running.values()]
+    if abs(norms[0] / norms[1] - 1) > NORMS:
+        raise SystemExit(f"with and without shared prefixes the gradients differ: norms {norms}")
+    for turn in range(args.repeats):
+        for side, one in running.items():
+            told[side].append(one.timed(do="step"))
+        words = ", ".join(f"{side} {rows[-1]['process_seconds']:.2f}" for side, rows in told.items())
+        print(f"    {name} sharing {turn + 1}/{args.repeats}: CPU s {words}", flush=True)
+    for one in running.values():
+        one.__exit__()
+    pairs = list(zip(told["ours"], told["unshared"], strict=True))
+    return {
+        "size": name,
+        "date": date.today().isoformat(),
+        "trajectories": prompts * HALF_SIBLINGS,
+        "tokens": 2 * HALF_TOKENS * prompts * HALF_SIBLINGS,
+        "ideal": IDEAL,
+        "steps": told,
+        "ratio": {
+            what: statistics.median(b[key] / a[key] for a, b in pairs)
+            for what, key in (("wall", "seconds"), ("cpu", "process_seconds"))
+        },
+    }
+
+
 def summary(
     told: dict[str, list[dict[str, Any]]], tokens: int, gflop: float, gemm: list[dict[str, float]], threads: int
 ) -> dict[str, Any]:
@@ -166,6 +203,18 @@ def show(found: dict[str, Any]) -> None:
                 f" takes {s['step_mb']:,.0f} MiB (peak {s['peak_mb']:,.0f}){more}; roofline"
                 f" {c['roofline'][side]['cpu']:.0%} by CPU"
             )
+    for c in found["sharing"]:
+        print(
+            f"\n{c['size']}: {c['trajectories']} trajectories of which the prompt is half, {c['date']}: without shared"
+            f" prefixes a step takes {c['ratio']['wall']:.2f}x as long by wall, {c['ratio']['cpu']:.2f}x by CPU"
+            f" ({c['ideal']:.2f}x as many positions)"
+        )
+
+
+def _with(kept: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """New results, and older ones of the sizes that have none, in the order of the sizes."""
+    whole = {c["size"]: c for c in (*kept, *new)}
+    return [whole[name] for name in SIZES if name in whole]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=32, help="prompts, 8 siblings each (default: 32)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side")
     parser.add_argument("--peer-python", default=sys.executable, help="an interpreter that has TRL")
+    parser.add_argument("--sharing", action="store_true", help="only our step with and without shared prefixes")
     parser.add_argument("--quick", action="store_true", help="1m, 4 prompts, 2 repeats; nothing is written")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
@@ -185,26 +235,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.sides = ["ours", *(s for s in args.sides.split(",") if s != "ours")]
     if unknown := [x for x in args.sizes if x not in SIZES] + [x for x in args.sides if x not in SIDES]:
         parser.error(f"unknown: {', '.join(unknown)}")
-    if "trl" in args.sides and subprocess.run([args.peer_python, "-c", "import trl"], capture_output=True).returncode:
+    if (
+        "trl" in args.sides
+        and not args.sharing
+        and subprocess.run([args.peer_python, "-c", "import trl"], capture_output=True).returncode
+    ):
         parser.error(
             f"{args.peer_python} has no TRL: pip install 'posttrain[bench]', give --peer-python, or --sides ours,naive"
         )
     import torch
 
     torch.set_num_threads(args.threads)
-    begun, contests = time.perf_counter(), list[dict[str, Any]]()
+    begun, contests, shared = time.perf_counter(), list[dict[str, Any]](), list[dict[str, Any]]()
     for name in args.sizes:
         with tempfile.TemporaryDirectory() as temporary:
             parameters = save_checkpoint(SIZES[name], Path(temporary))
-            contests.append(contest(name, args, Path(temporary), parameters))
+            if not args.sharing:
+                contests.append(contest(name, args, Path(temporary), parameters))
+            shared.append(sharing(name, args, Path(temporary)))
     about = {
         "machine": machine(args.threads),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "seconds": time.perf_counter() - begun,
     }
-    kept = json.loads(args.out.read_text())["contests"] if args.out.exists() and not args.quick else []
-    whole = {c["size"]: c for c in (*kept, *contests)}
-    found = about | {"contests": [whole[name] for name in SIZES if name in whole]}
+    kept = json.loads(args.out.read_text()) if args.out.exists() and not args.quick else {}
+    found = about | {
+        what: _with(kept.get(what, []), new) for what, new in (("contests", contests), ("sharing", shared))
+    }
     if not args.quick:
         args.out.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     show(found)

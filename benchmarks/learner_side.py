@@ -1,6 +1,7 @@
 """One side of `learner.py`: a process that takes one optimizer step on the same trajectories per command.
 
     ours     the trainer of posttrain at its defaults: packed micro-batches, shared prompts once, the head in tiles
+    unshared the same with `model.share_prefixes=false`
     naive    transformers' model on sequences padded to the longest of their micro-batch, a log-softmax of all logits
     trl      the loss of TRL's `GRPOTrainer` (`compute_loss`), on sequences padded to the longest of the step
 
@@ -29,6 +30,12 @@ from torch import Tensor
 CLIP = 1.0
 FIRST = 3
 """The first token id that is a symbol."""
+HALF = "half"
+"""The regime in which the prompt is half of every sequence."""
+HALF_TOKENS, HALF_SIBLINGS = 64, 16
+"""Tokens of a prompt and of each answer there, and siblings of a prompt."""
+IDEAL = 2 * HALF_SIBLINGS / (HALF_SIBLINGS + 1)
+"""How many times as many positions are computed there where none are shared."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +46,25 @@ class Trajectories:
     """int32, the prompt and what was said."""
     advantage_S: np.ndarray
     spoken: int
+    prompt: int
+    """Tokens of every prompt."""
 
     @staticmethod
     def of(job: Job) -> Trajectories:
         """The lengths of `grpo_step.py` with drawn tokens; nothing but the job decides them."""
         rng = np.random.default_rng(5)
-        lengths = lengths_PG(job.regime, job.prompts)
+        half = job.regime == HALF
+        begin, siblings = (HALF_TOKENS, HALF_SIBLINGS) if half else (PROMPT, SIBLINGS)
+        lengths = np.full((job.prompts, siblings), HALF_TOKENS) if half else lengths_PG(job.regime, job.prompts)
         ids = list[np.ndarray]()
         for row in lengths:
-            prompt = rng.integers(FIRST, FIRST + len(SYMBOLS), PROMPT)
+            prompt = rng.integers(FIRST, FIRST + len(SYMBOLS), begin)
             ids += [
                 np.concatenate([prompt, rng.integers(FIRST, FIRST + len(SYMBOLS), n)]).astype(np.int32) for n in row
             ]
-        advantage = rng.normal(size=(job.prompts, SIBLINGS))
+        advantage = rng.normal(size=(job.prompts, siblings))
         advantage -= advantage.mean(1, keepdims=True)
-        return Trajectories(tuple(ids), advantage.ravel(), int(lengths.sum()))
+        return Trajectories(tuple(ids), advantage.ravel(), int(lengths.sum()), begin)
 
 
 class Side(ABC):
@@ -90,12 +101,13 @@ class Ours(Side):
 
         segments = list[Segment]()
         for ids in self.work.ids:
-            mask = np.arange(len(ids)) >= PROMPT
+            mask = np.arange(len(ids)) >= self.work.prompt
             blank = np.where(mask, -1.0, np.nan).astype(np.float32)
             segments.append(Segment(ids, mask, blank, np.where(mask, 0, -1).astype(np.int32), Sampling()))
         said = [s.spoken for s in segments]
         batch = Batch.of(segments, streams={WEIGHT: np.repeat(self.work.advantage_S, said) / self.work.spoken})
-        learner = HFLearner(load_policy(Model(path=self.job.checkpoint), None, 0))
+        model = Model(path=self.job.checkpoint, share_prefixes=self.job.share)
+        learner = HFLearner(load_policy(model, None, 0))
         optimizer = StageOptimizer(learner.parameters(), Optimizer(lr=LR, warmup=0, clip=CLIP))
         return Trainer(learner, optimizer, Reinforce(name="rl").micro_tokens), batch, Likelihood()
 
@@ -122,13 +134,13 @@ class Naive(Side):
         return torch.optim.AdamW(self.model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, micro: int) -> float:
-        ids, advantage = self.work.ids, torch.from_numpy(self.work.advantage_S).float()
+        ids, advantage, prompt = self.work.ids, torch.from_numpy(self.work.advantage_S).float(), self.work.prompt
         self.optimizer.zero_grad()
         for begin in range(0, len(ids), micro):
             rows, mask = padded(ids[begin : begin + micro])
-            logits = self.model(input_ids=rows, attention_mask=mask, use_cache=False).logits[:, PROMPT - 1 : -1]
-            logp = logits.log_softmax(-1).gather(2, rows[:, PROMPT:, None])[..., 0]
-            weighted = logp * advantage[begin : begin + micro, None] * mask[:, PROMPT:]
+            logits = self.model(input_ids=rows, attention_mask=mask, use_cache=False).logits[:, prompt - 1 : -1]
+            logp = logits.log_softmax(-1).gather(2, rows[:, prompt:, None])[..., 0]
+            weighted = logp * advantage[begin : begin + micro, None] * mask[:, prompt:]
             (-weighted.sum() / self.work.spoken).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
@@ -177,13 +189,13 @@ class Trl(Side):
         return trainer
 
     def step(self, micro: int) -> float:
-        trainer = self.trainer
+        trainer, prompt = self.trainer, self.work.prompt
         rows, mask = padded(self.work.ids)
         whole = {
-            "prompt_ids": rows[:, :PROMPT],
-            "prompt_mask": mask[:, :PROMPT],
-            "completion_ids": rows[:, PROMPT:],
-            "completion_mask": mask[:, PROMPT:],
+            "prompt_ids": rows[:, :prompt],
+            "prompt_mask": mask[:, :prompt],
+            "completion_ids": rows[:, prompt:],
+            "completion_mask": mask[:, prompt:],
             "advantages": torch.from_numpy(self.work.advantage_S).float(),
         }
         count = torch.tensor(self.work.spoken)
@@ -214,7 +226,7 @@ def forget_peak() -> None:
 
 def main(name: str, job: Job) -> None:
     torch.set_num_threads(job.threads)
-    wire, side = Wire(), {"ours": Ours, "naive": Naive, "trl": Trl}[name](job)
+    wire, side = Wire(), {"ours": Ours, "unshared": Ours, "naive": Naive, "trl": Trl}[name](job)
     while (command := wire.receive())["do"] == "step":
         before = memory_mb()["now_mb"]
         forget_peak()

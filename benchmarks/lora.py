@@ -26,7 +26,7 @@ from posttrain.core.reader import run_file
 from posttrain.engine.learner import HFLearner
 
 RESULTS = Path(__file__).parent / "results" / "lora.json"
-TAUGHT = ("pretrain", "sft", "cot", "sft_continued")
+TAUGHT = ("pretrain", "sft", "cot", "dpo", "sft_continued")
 FULL_LR = 5e-4
 """Learning rate of the recipe's RL stage."""
 ADAPTER = ("model.lora.rank=16", f"rl.optimizer.lr={10 * FULL_LR:g}")
@@ -36,7 +36,7 @@ CLOSE = 0.03
 
 def taught(seed: int, folder: Path) -> Path:
     """The ladder up to the stage that RL begins with."""
-    posttrain.run("ladder", f"seed={seed}", "rl=none", "sft_continued=none", out=folder, quiet=True)
+    posttrain.run("ladder", f"seed={seed}", "dpo=none", "rl=none", "sft_continued=none", out=folder, quiet=True)
     return folder
 
 

@@ -2,6 +2,7 @@
 results/trust.json.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py            # everything, a few minutes on one core
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --new      # the faults that the last results lack
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --page     # the page again, from the last results
 
 Every fault of `posttrain.faults` is planted into the smallest run that shows it, for at most 20 steps, and what
@@ -36,6 +37,9 @@ from posttrain.checks import (
     frozen,
     loss,
     measured,
+    preference_data,
+    preference_loss,
+    preference_reference,
     rejudge,
     resume,
     sampler,
@@ -81,15 +85,24 @@ EVERY_STEP = (
     ),
     *(frozen.only_frozen_is_left_out, frozen.frozen_stays),
     *(measured.measured_right, resume.goes_on, resume.came_back),
+    *(preference_data.sides_are_as_judged, preference_data.completion_ends_once, preference_data.sides_share_a_prompt),
+    *(preference_data.tokens_are_as_judged, preference_reference.reference_says),
+    *(preference_reference.starts_at_reference, preference_loss.shift_is),
 )
 SECOND_OPINIONS = (
     credit.everyone_is_scored,
     credit.StepCreditAudit,
     loss.loss_agrees,
     loss.entropy_and_value_agree,
+    preference_loss.preference_loss_agrees,
     update.update_agrees,
 )
 """What the page lists of `posttrain/checks`."""
+BEFORE = (
+    synthetic.agrees_on_synthetic_batch,
+    synthetic.points_uphill,
+    preference_loss.agrees_on_synthetic_judgements,
+)
 HEALTHY_STEPS = 12
 
 
@@ -225,6 +238,17 @@ def measure(folder: Path) -> dict[str, Any]:
     }
 
 
+def with_new(folder: Path) -> dict[str, Any]:
+    """The last results, with the faults that they lack measured now."""
+    data = json.loads(RESULTS.read_text())
+    model, before = start(folder / "start"), data["caught"]
+    for name in [n for n in FAULTS if n not in before]:
+        found = catch(FAULTS[name], model, folder / name)
+        before[name] = None if found is None else asdict(found)
+        print(f"{name}: {'NOT CAUGHT' if found is None else f'{found.detector}, step {found.step}'}", flush=True)
+    return {**data, "caught": {name: before[name] for name in FAULTS}}
+
+
 def coverage() -> dict[str, list[str]]:
     """Algorithms of the ladder whose loss, and whose value and entropy terms, have a second opinion."""
     batch, logp, _ = synthetic._synthetic()
@@ -324,7 +348,7 @@ def page(data: dict[str, Any]) -> str:
         "",
         *table(
             [(f"`{n}`", t) for n, t in functions(proofs) if n != "prove_start"]
-            + [(f"`{f.__name__}`", summary(f)) for f in (synthetic.agrees_on_synthetic_batch, synthetic.points_uphill)],
+            + [(f"`{f.__name__}`", summary(f)) for f in BEFORE],
             "check",
             "what holds",
         ),
@@ -409,7 +433,12 @@ def page(data: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--page", action="store_true", help="write the page again from the last results")
-    if not parser.parse_args().page:
+    parser.add_argument("--new", action="store_true", help="measure only the faults that the last results lack")
+    asked = parser.parse_args()
+    if asked.new:
+        with tempfile.TemporaryDirectory() as folder:
+            RESULTS.write_text(json.dumps(with_new(Path(folder)), indent=1, allow_nan=False) + "\n")
+    elif not asked.page:
         with tempfile.TemporaryDirectory() as folder:
             RESULTS.write_text(json.dumps(measure(Path(folder)), indent=1, allow_nan=False) + "\n")
     PAGE.write_text(page(json.loads(RESULTS.read_text())))

@@ -90,6 +90,7 @@ def recipes() -> Iterator[Play]:
         *_imitated("pretrain", 3),
         *_imitated("sft", 3),
         *_imitated("cot", 3),
+        *_imitated("dpo", 3),
         *_imitated("sft_continued", 2),
         *RL,
     )

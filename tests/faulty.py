@@ -14,6 +14,7 @@ import posttrain
 from posttrain.core import reader
 from posttrain.core.errors import PosttrainError
 from posttrain.core.ports import Talk
+from posttrain.core.preference_stage import Preference
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task
@@ -100,6 +101,11 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(run, stages=(replace(stage, steps=3, checkpoint_every=1),), keep_checkpoints=10)
     if fault is not None and fault.needs == "sft":
         run = replace(base, stages=base.stages[:1])
+    if needs == "preference":
+        stage = Preference(
+            name="dpo", steps=steps, batch=6, optimizer=Optimizer(lr=1e-3, warmup=1), eval=False, checkpoint_every=0
+        )
+        run = replace(run, stages=(stage,))
     return run
 
 
@@ -120,7 +126,9 @@ def catch(fault: Fault, model: Path, folder: Path) -> Caught | None:
 
 def reached(out: Path, error: BaseException) -> int:
     """The step of its stage in which a run broke; 0 before the first one."""
-    inside = {"learn", "ask", "imitate"} & {f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)}
+    inside = {"learn", "ask", "imitate", "_learn", "_ask"} & {
+        f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)
+    }
     steps = reader.steps(out) if (out / "run.json").exists() else []
     # the broken step is the last of them
     stopped = bool(steps) and any(note.startswith("stopped: ") for note in steps[-1].notes)

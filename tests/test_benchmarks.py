@@ -47,15 +47,23 @@ def test_rollout_plays(tmp_path: Path, do: str, regime: str | int) -> None:
         assert told["spoken"] > 0 and told["seconds"] > 0 and told["extra"]["gauges"]["engine/positions_linear"]
 
 
-def test_a_learners_step_has_the_gradient_of_the_naive_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("regime", "other"),
+    [("heavy", "naive"), ("half", "unshared"), pytest.param("half", "naive", marks=pytest.mark.prove)],
+)
+def test_a_learners_step_has_the_gradient_of_another(tmp_path: Path, regime: str, other: str) -> None:
     grpo_work.save_checkpoint(SMALL, tmp_path)
-    norms, job = dict[str, float](), grpo_work.Job(str(tmp_path), "heavy", 2, 1).dump()
-    for name in ("ours", "naive"):
+    norms, shared = dict[str, float](), dict[str, float]()
+    for name in ("ours", other):
+        job = grpo_work.Job(str(tmp_path), regime, 2, 1, share=name == "ours").dump()
         with side("learner_side.py", name, tmp_path, job) as one:
             told = [one.timed(do="step", micro=3) for _ in range(2)]
             assert told[1]["process_seconds"] > 0 and told[1]["peak_mb"] >= told[1]["before_mb"] > 0
-            norms[name] = told[0]["norm"]
-    assert norms["ours"] == pytest.approx(norms["naive"], rel=1e-3)
+            norms[name], shared[name] = told[0]["norm"], told[1]["extra"].get("learner/shared", 0)
+    assert norms["ours"] == pytest.approx(norms[other], rel=1e-3)
+    assert shared["ours"] > 0 == shared[other]
+    if regime == "half":
+        assert 1 / (1 - shared["ours"]) == pytest.approx(2 * 16 / 17)
 
 
 def test_the_head_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

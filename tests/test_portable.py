@@ -120,8 +120,13 @@ def elsewhere(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-TOY = ("env.heldout=4", "evaluation.samples=1", "pretrain.steps=2", "sft.steps=2", "cot.steps=2", "rl.steps=2")
-SMALL = ("pretrain.batch=4", "sft.batch=4", "cot.batch=4", "rl.prompts=2", "rl.siblings=2", "sft_continued=none")
+TOY = ("env.heldout=4", "evaluation.samples=1", *(f"{s}.steps=2" for s in ("pretrain", "sft", "cot", "dpo", "rl")))
+SMALL = (
+    *(f"{s}.batch=4" for s in ("pretrain", "sft", "cot", "dpo")),
+    "rl.prompts=2",
+    "rl.siblings=2",
+    "sft_continued=none",
+)
 
 
 @pytest.mark.prove

@@ -29,7 +29,8 @@ PAGES = sorted(
 )
 TOP = ("posttrain", "tests", "docs", "tour", "scripts", "benchmarks", "examples", ".ci")
 THEIRS = {"TrainingArguments", "SingleTurnEnv", "MultiTurnEnv", "ToolEnv", "StatefulToolEnv", "None", "True", "False"}
-"""Words written as classes of ours are, and of others: transformers, PrimeIntellect's verifiers, Python."""
+THEIRS |= {"RewardConfig", "RewardTrainer"}
+"""Words written as classes of ours are, and of others: transformers, TRL, PrimeIntellect's verifiers, Python."""
 
 FILE = re.compile(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, (*TOP, *FLOOR)))})/[\w/*{{}},.\[\]!-]*\w(?:/(?!\w)|\*)?")
 DOTTED = re.compile(r"(?<![\w./-])posttrain(?:\.\w+)+")

@@ -43,6 +43,8 @@ from posttrain.role.score import score
 from posttrain.role.trainer import Trainer
 from tour import dapo, grpo, ppo, reinforce
 
+pytestmark = pytest.mark.prove
+
 PROGRAMS: dict[str, ModuleType] = {"reinforce": reinforce, "ppo": ppo, "grpo": grpo, "dapo": dapo}
 SAMPLING = Sampling(max_tokens=dapo.MAX_TOKENS, stop_ids=(0,))
 VOCABULARY = 20

@@ -21,12 +21,15 @@ from posttrain.core.streams import TOP_IDS, WEIGHT
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """What a loss needs from a forward pass beside the log-probs of the spoken tokens (`Learner.forward`)."""
+    """What a loss needs from a forward pass (`Learner.forward`)."""
 
     entropy: bool = False
     value: bool = False
     candidates_MK: np.ndarray | None = None
     head_only: bool = False
+    rewards: bool = False
+    logp: bool = True
+    """The log-probs of the spoken tokens."""
 
 
 class Loss(Protocol):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.api.policy_only import refuse_reward_model
 from posttrain.core.adapter import goes_on
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, DataError, RunFolderError
@@ -47,6 +48,12 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
         return replace(run, model=replace(run.model, lora=lora)), {}
     folder, which = source
     checkpoint, found = find(folder, which), run_file(folder)
+    refuse_reward_model(
+        folder,
+        checkpoint.state,
+        "no policy starts from it",
+        f"Begin with the model that it began with, and reward it: env.rewards=model:{folder}",
+    )
     origin = {
         "run": str(folder),
         "identity": found.identity,

@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from posttrain.api.branch import begun_with, run_source
 from posttrain.api.engines import keep_timeline, make_engine
 from posttrain.api.environments import distinct
 from posttrain.api.request import check_lengths
+from posttrain.api.reward_models import make_judges, with_reward_head
 from posttrain.api.target import open_policy
 from posttrain.checks.watch import observers, of_run
 from posttrain.controller.parts import RunParts, StageSetting
@@ -28,8 +30,8 @@ from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.machine import cores
 from posttrain.core.ports import Environment, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
-from posttrain.core.run import Run
-from posttrain.core.stage import Stage, check_patterns
+from posttrain.core.run import Model, Run
+from posttrain.core.stage import Optimizer, Stage, check_patterns
 from posttrain.core.version import VERSION
 from posttrain.engine import eight_bit
 from posttrain.engine.embedded.replay import Replay
@@ -40,8 +42,10 @@ from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.environment.rows import placed
+from posttrain.role.judgements import FittingTasks
 from posttrain.role.memory import PeakMemory
 from posttrain.role.probe import packed_text
+from posttrain.role.reward_judge import RewardModelJudge
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 
@@ -118,6 +122,22 @@ def words_in_tokens(run: Run, policy: Policy) -> list[str]:
     ]
 
 
+def check_judgements(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
+    """DataError for a judged completion of the data that does not fit into the context, with file and line."""
+    tokenizer: Any = policy.tokenizer
+    render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
+    for stage in stages:
+        if stage.judged is None:
+            continue
+        fitting = FittingTasks.of(env, stage.judged, render, policy.context)
+        if fitting is None or not fitting.left_out or stage.leaves_out_long:
+            continue
+        raise DataError(
+            f"{fitting.first}, and the context is {policy.context}; it is one of {fitting.left_out} judgements that do"
+            f" not fit. Shorten them, raise model.context, or leave them out with {stage.name}.too_long=skip"
+        )
+
+
 def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
     """DataError, with file and line, for a row whose prompt or demonstration cannot be encoded or does not fit the
     context."""
@@ -169,8 +189,10 @@ def make_policy(
     check_lengths(run, policy.context)
     check_tokens(run, policy)
     for one in distinct(env, others):
-        check_prompts(run, one, policy, [s for s in run.stages if others.get(s.name, env) is one])
-    return policy
+        here = [s for s in run.stages if others.get(s.name, env) is one]
+        check_prompts(run, one, policy, here)
+        check_judgements(run, one, policy, here)
+    return with_reward_head(run, policy)
 
 
 def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
@@ -214,16 +236,40 @@ def make_roles(run: Run, policy: Policy, env: Environment) -> PolicyRoles:
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     serving = make_engine(run, policy, renderer.decode)
     engine = serving.sampler
-    rollout = Rollout(engine, env, lambda task: RenderedDialogue(renderer, task), run.seed, renderer, run.env.limits)
+    judges = make_judges(run, run.env, policy)
+    rollout = Rollout(
+        engine, env, lambda task: RenderedDialogue(renderer, task), run.seed, renderer, run.env.limits, judges
+    )
     return PolicyRoles(
         learner, engine, renderer, rollout, Sync(learner, engine, probe_ids(policy), run.model.dtype), serving.close
     )
+
+
+def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> StageOptimizer:
+    """The optimizer of a stage."""
+    home = torch.device("cpu") if model.offload_optimizer else None
+    return StageOptimizer(learner.parameters(), config, model.kernels, model.dtype == "float16", home)
 
 
 def probe_ids(policy: Policy) -> np.ndarray:
     """int32 [CANARY] ids spread over the vocabulary, the same for every run of a model."""
     rows = read_out(policy.module).weight.shape[0]
     return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)
+
+
+def _own_rollout(run: Run, stage: Stage, policy: Policy, rollout: Rollout, env: Environment) -> Rollout:
+    """The rollout of a stage with its own environment."""
+    own = run.env_of(stage)
+    judges = rollout.judges if own.rewards == run.env.rewards else make_judges(run, own, policy)
+    return replace(rollout, environment=env, limits=own.limits, judges=judges)
+
+
+def _check_optimizers(run: Run, parameters: list[str]) -> None:
+    """ConfigError for a pattern that fits no parameter, or an optimizer whose package is not installed."""
+    for stage in run.stages:
+        check_patterns(stage.optimizer, parameters, f"{stage.name}.optimizer")
+        if stage.optimizer.kind == "adamw8bit":
+            eight_bit.check_installed()
 
 
 def make_parts(
@@ -247,16 +293,14 @@ def make_parts(
         say("compiling the learner's layers (model.compile=true) ...")
         say(learner.compile(packed_text(probe_ids(policy))))
     others = others or {}
+    for line in (j.line for j in roles.rollout.judges if isinstance(j, RewardModelJudge)):
+        say(line)
 
     def close() -> None:
         keep_timeline(roles.engine, book.folder)
         roles.close()
 
-    for stage in run.stages:
-        check_patterns(stage.optimizer, list(learner.parameters()), f"{stage.name}.optimizer")
-        if stage.optimizer.kind == "adamw8bit":
-            eight_bit.check_installed()
-
+    _check_optimizers(run, list(learner.parameters()))
     return RunParts(
         run=run,
         environment=env,
@@ -271,13 +315,9 @@ def make_parts(
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
         freeze=lambda: freeze(learner),
         teacher=lambda path: make_teacher(run, path, policy),
-        optimize=lambda config: StageOptimizer(
-            learner.parameters(), config, run.model.kernels, run.model.dtype == "float16"
-        ),
+        optimize=partial(make_optimizer, run.model, learner),
         settings={
-            s.name: StageSetting(
-                others[s.name], replace(roles.rollout, environment=others[s.name], limits=run.env_of(s).limits)
-            )
+            s.name: StageSetting(others[s.name], _own_rollout(run, s, policy, roles.rollout, others[s.name]))
             for s in run.stages
             if s.name in others
         },

@@ -20,6 +20,8 @@ from posttrain.api.branch import MODEL, run_source
 from posttrain.api.measure import GIB, DataSize, Machine, ModelSize, data_size, machine, model_size
 from posttrain.core.engines import Embedded
 from posttrain.core.given import Given, is_inline
+from posttrain.core.preference_stage import Preference
+from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.stage import Stage
 
@@ -27,9 +29,10 @@ TRAINED = 1_000_000
 """A model with fewer parameters is as small as those that recipes build, and the recipe's settings are for it."""
 LARGE = 400_000_000
 """Parameters from which on the published learning rates are used: they are for half a billion and more."""
-LR = {Reinforce: 1e-6, Supervised: 1e-5}
-"""Learning rates of full weights of a large model: GRPO, DAPO and Dr. GRPO use 1e-6 for RL; 1e-5 is usual for SFT."""
-SMALL_LR = {Reinforce: 5e-4, Supervised: 2e-3}
+LR = {Reinforce: 1e-6, Supervised: 1e-5, Preference: 1e-6, RewardModel: 1e-5}
+"""Learning rates of full weights of a large model: GRPO, DAPO and Dr. GRPO use 1e-6 for RL; 1e-5 is usual for SFT, and
+5e-7 to 1e-6 for DPO (2305.18290 and its followers), and 9e-6 for a reward model (2203.02155)."""
+SMALL_LR = {Reinforce: 5e-4, Supervised: 2e-3, Preference: 3e-4, RewardModel: 1e-3}
 """Learning rates with which the recipes' models of .1 million parameters learn (docs/recipes.md). Between `TRAINED` and
 `LARGE` nothing was measured: there the rate lies on the line between the two, both axes logarithmic."""
 LORA = 10
@@ -107,6 +110,8 @@ class Choices:
             yield from self._reinforce(stage)
         elif isinstance(stage, Supervised):
             yield from self._supervised(stage)
+        elif isinstance(stage, Preference | RewardModel):
+            yield from self._judged(stage)
 
     def _reinforce(self, stage: Reinforce) -> Iterator[tuple[str, Choice]]:
         yield "optimizer.lr", self._lr(Reinforce)
@@ -145,9 +150,16 @@ class Choices:
 
     def _supervised(self, stage: Supervised) -> Iterator[tuple[str, Choice]]:
         yield "optimizer.lr", self._lr(Supervised)
-        if self.data is not None and self.data.completions:
-            steps = max(1, round(PASSES * self.data.completions / stage.batch))
-            yield "steps", (steps, f"{PASSES} passes over {self.data.completions:,} completions, {stage.batch} a step")
+        count = 0 if self.data is None else self.data.judged if stage.style == "chosen" else self.data.completions
+        if count:
+            steps = max(1, round(PASSES * count / stage.batch))
+            yield "steps", (steps, f"{PASSES} passes over {count:,} completions, {stage.batch} a step")
+
+    def _judged(self, stage: Preference | RewardModel) -> Iterator[tuple[str, Choice]]:
+        yield "optimizer.lr", self._lr(type(stage))
+        if self.data is not None and self.data.rows:
+            steps = max(1, self.data.rows // stage.batch)
+            yield "steps", (steps, f"1 pass over {self.data.rows:,} rows, {stage.batch} a step; more passes overfit")
 
     # --- memory ------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
-from posttrain.core.abilities import declared
+from posttrain.core.abilities import declared, judgements
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.given import Given
@@ -15,19 +15,32 @@ from posttrain.core.stage import Stage
 from posttrain.environment.make import environment
 
 
-def check_environment(env: Environment, stages: Sequence[Stage]) -> None:
-    """ConfigError for a stage that needs demonstrations which the environment cannot write."""
-    texts = declared(env).demonstrations
+def check_environment(env: Environment, stages: Sequence[Stage], config: Env) -> None:
+    """ConfigError for a stage that needs demonstrations, judgements or verdicts which the environment cannot give.
+    Reward models of its configuration judge beside it."""
+    abilities = declared(env)
+    texts = abilities.demonstrations
     styles = texts.styles if texts is not None else ()
     for stage in stages:
         if why := stage.refuses(env.name, styles):
             raise ConfigError(why)
+        if stage.judged is not None and stage.judged not in judgements(env).kinds:
+            offered = ", ".join(judgements(env).kinds)
+            raise ConfigError(
+                f"{stage.name} learns from judgements of kind {stage.judged!r}, and environment {env.name!r} gives"
+                f" {offered}. Use another algorithm, or data with the columns that it needs"
+            )
+        if stage.contract is not None and not (abilities.judges or config.has_reward_models):
+            raise ConfigError(
+                f"{stage.name} learns from verdicts on what it samples, and environment {env.name!r} has none: its rows"
+                " hold judged completions alone. Give env.rewards, or use a stage that learns from the rows"
+            )
 
 
 def make_environment(run: Run, objects: Given = Given()) -> Environment:
     """The run's environment, used by all stages that have none of their own. `objects`: what a program handed."""
     env = environment(run.env, run.seed, objects)
-    check_environment(env, [s for s in run.stages if s.env is None])
+    check_environment(env, [s for s in run.stages if s.env is None], run.env)
     return env
 
 
@@ -46,7 +59,7 @@ def own_environments(run: Run, env: Environment, objects: Given = Given()) -> di
                     found = environment(stage.env, run.seed, objects)
                 built.append((stage.env, found))
             out[stage.name] = found
-            check_environment(found, [stage])
+            check_environment(found, [stage], stage.env)
     except BaseException:
         for _, one in built[1:]:
             one.close()

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.api.certificate import ExportedRun, certify, check_memory
+from posttrain.api.export_reward import certify_scores, reward_card
 from posttrain.api.lineage import lineage_of, write_exported
 from posttrain.api.model_card import model_card
+from posttrain.api.reward_models import with_reward_head
 from posttrain.api.target import adapter_base, kept_policy
 from posttrain.core.certificate import CERTIFICATE, FAILED, ExportCertificate, file_digests
 from posttrain.core.checkpoint import find
-from posttrain.core.errors import InvariantError, RunFolderError
+from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.core.files import full, share
 from posttrain.core.lineage import LineageLink, check_links
 from posttrain.core.reader import run_file
+from posttrain.core.reward_model import RewardModel, trained_at
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
+from posttrain.engine.reward_folder import write_reward_model
 from posttrain.engine.saved_adapter import write_adapter
 from posttrain.role.weights import load_average, load_weights
 
@@ -58,6 +63,8 @@ def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> Ex
     """
     checkpoint = find(source, choice.checkpoint)
     links = lineage_of(source, checkpoint)
+    if (stage := trained_at(run_file(source).run.stages, checkpoint.state)) is not None:
+        return _reward_model(source, target, name, choice, checkpoint, links, stage)
     base = adapter_base(source) if choice.adapter else ""
     policy = kept_policy(source, allow=choice.trust)
     exported = ExportedRun(
@@ -71,6 +78,57 @@ def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> Ex
     )
     check_memory(policy)
     (load_average if choice.ema else load_weights)(checkpoint.folder, HFLearner(policy))
+
+    def write(staged: Path) -> ExportCertificate:
+        (write_adapter(policy, staged, base) if choice.adapter else policy.write(staged))
+        return certify(policy, exported, staged)
+
+    def card(links: tuple[LineageLink, ...]) -> str:
+        return model_card(source, checkpoint, name, ema=choice.ema, links=links)
+
+    return _placed(target, checkpoint, links, write, card)
+
+
+def _reward_model(
+    source: Path,
+    target: Path,
+    name: str,
+    choice: ExportChoice,
+    checkpoint: Checkpoint,
+    links: tuple[LineageLink, ...],
+    stage: RewardModel,
+) -> ExportCertificate:
+    """Write the reward model of a checkpoint."""
+    if choice.adapter:
+        raise ConfigError(
+            f"{source} holds a reward model, whose head is no part of an adapter: leave --adapter out, and it is merged"
+        )
+    policy = with_reward_head(run_file(source).run, kept_policy(source, allow=choice.trust))
+    check_memory(policy)
+    (load_average if choice.ema else load_weights)(checkpoint.folder, HFLearner(policy))
+    told: list[str] = []
+
+    def write(staged: Path) -> ExportCertificate:
+        told.append(write_reward_model(policy, staged))
+        made = "moving average of a reward model" if choice.ema else "reward model"
+        return certify_scores(policy, staged, made, str(run_file(source).identity or ""), checkpoint.name)
+
+    def card(links: tuple[LineageLink, ...]) -> str:
+        results: Any = checkpoint.state.get("results", ())
+        agreed = next((r.get("agreement") for r in reversed(results) if r.get("name") == stage.name), None)
+        return reward_card(name, stage.shape, told[0], None if agreed is None else tuple(agreed))
+
+    return _placed(target, checkpoint, links, write, card)
+
+
+def _placed(
+    target: Path,
+    checkpoint: Checkpoint,
+    links: tuple[LineageLink, ...],
+    write: Callable[[Path], ExportCertificate],
+    card: Callable[[tuple[LineageLink, ...]], str],
+) -> ExportCertificate:
+    """Write into a hidden folder, and into the target where the certificate passes."""
     target.mkdir(parents=True, exist_ok=True)
     _remove(target / FAILED)
     staged = target / UNVERIFIED
@@ -78,14 +136,12 @@ def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> Ex
         raise RunFolderError(f"{staged}: another export writes there, or one was cut. Choose another folder")
     try:
         staged.mkdir()
-        (write_adapter(policy, staged, base) if choice.adapter else policy.write(staged))
-        certificate = certify(policy, exported, staged)
+        certificate = write(staged)
         if certificate.passed:
-            links = (*links, _link(exported, certificate, links[-1]))
+            links = (*links, _link(checkpoint, certificate, links[-1]))
             check_links(links, RunFolderError)
             write_exported(staged, links)
-            card = model_card(source, checkpoint, name, ema=choice.ema, links=links)
-            (staged / "README.md").write_text(card, encoding="utf-8")
+            (staged / "README.md").write_text(card(links), encoding="utf-8")
             share(staged)
             _into_place(staged, target, certificate)
     except BaseException as error:
@@ -105,7 +161,7 @@ def _made(policy: Policy, choice: ExportChoice) -> str:
     return f"moving average of the {what}" if choice.ema else what
 
 
-def _link(exported: ExportedRun, certificate: ExportCertificate, run: LineageLink) -> LineageLink:
+def _link(checkpoint: Checkpoint, certificate: ExportCertificate, run: LineageLink) -> LineageLink:
     return LineageLink(
         kind="export",
         name=certificate.made,
@@ -114,7 +170,7 @@ def _link(exported: ExportedRun, certificate: ExportCertificate, run: LineageLin
         template=certificate.template,
         dtype=certificate.dtype,
         began=run.weights,
-        about={"checkpoint": exported.checkpoint.name, "posttrain": certificate.versions["posttrain"]},
+        about={"checkpoint": checkpoint.name, "posttrain": certificate.versions["posttrain"]},
     )
 
 

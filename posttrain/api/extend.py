@@ -51,6 +51,7 @@ ALLOWED: Mapping[str, str] = {
     "Run.record_episodes": "whether episodes are written from now on",
     "Model.gradient_checkpointing": "memory against time",
     "Model.offload_activations": "where activations are kept",
+    "Model.offload_optimizer": "where the optimizer's state is kept",
     "Model.warm_up": "whether the largest pass comes first",
     "Model.device": "the device that computes",
     "Embedded.cache_gib": "memory of the cache",

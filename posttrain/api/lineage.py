@@ -20,7 +20,7 @@ from posttrain.core.given import file_digest
 from posttrain.core.lineage import SCHEMA, LineageLink, chain, check_links, lineage_data, links_from, read_lineage
 from posttrain.core.ports import Environment
 from posttrain.core.reader import RunFile, is_run, run_file, steps
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.run import Run
 from posttrain.core.stage import Stage, starts
 from posttrain.core.tree import to_plain
 from posttrain.core.version import VERSION
@@ -109,6 +109,8 @@ def tasks_digest(environment: Environment) -> str:
     rows: Any = declared(environment).rows or ()
     for row in rows:
         h.update(_text((row.task.prompt, row.task.answer, row.completion)))
+        if row.judged is not None:
+            h.update(_text(row.judged))
     for task in environment.heldout:
         h.update(_text((task.id, task.prompt, task.answer)))
     return h.hexdigest()
@@ -198,7 +200,7 @@ def _stage(run: Run, stage: Stage, taken: int, facts: Mapping[str, Any]) -> dict
         "kind": type(stage).__name__,
         "start": starts(run.stages, stage),
         "steps": taken,
-        "algorithm": stage.algorithm.name if isinstance(stage, Reinforce) else "",
+        "algorithm": stage.algorithm_name,
         "environment": local_names(env.name),
         "environment_digest": settings,
         "data_digest": str(_object(facts.get("data")).get(stage.name) or ""),

@@ -24,9 +24,11 @@ from posttrain.api.hub import is_hub, push, ready, repository_of
 from posttrain.api.request import RunOptions, requested
 from posttrain.api.summary import show_report
 from posttrain.api.target import check_target, run_and_checkpoint, target_run
+from posttrain.core.abilities import declared
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.certificate import FAILED, ExportCertificate
 from posttrain.core.checkpoint import find
+from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.given import Given
 from posttrain.core.ports import Environment
@@ -134,9 +136,10 @@ def evaluate(
     use_threads(run.threads)
     written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
     run = _evaluated(run, contract)
+    if is_url(target) and run.env.has_reward_models:
+        raise ConfigError("env.rewards=model:... judges a run or a model directory; at an address only verifiers judge")
     with closing(make_environment(run, given)) as environment:
-        if not environment.heldout:
-            raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
+        _check_measurable(environment, run.env)
         console = PlainConsole(soft_wrap=True, quiet=quiet)
         if is_url(target):
             report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
@@ -149,6 +152,17 @@ def evaluate(
                 report = wait(_measured(roles, environment, sampling, how))
         show_report(console, str(target), environment.name, report)
         return report
+
+
+def _check_measurable(environment: Environment, config: Env) -> None:
+    """ConfigError where no task is held out, or nothing judges the answers."""
+    if not environment.heldout:
+        raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
+    if not (declared(environment).judges or config.has_reward_models):
+        raise ConfigError(
+            f"environment {environment.name!r} judges no answers: its rows hold judged completions alone. Give"
+            " env.rewards, which judge what the model samples"
+        )
 
 
 async def _measured(

@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.core import foreign
 from posttrain.core.env import Env
 from posttrain.core.errors import DataError
-from posttrain.core.given import Given, is_inline
+from posttrain.core.given import Given
 from posttrain.core.machine import cores
 from posttrain.engine.saved_adapter import saved_adapter
 
@@ -112,6 +112,9 @@ class DataSize:
 
     rows: int
     completions: int
+    """Rows with a demonstration."""
+    judged: int = 0
+    """Rows whose completions were judged."""
     longest_prompt: int
     longest_completion: int
     longest: int
@@ -126,21 +129,29 @@ def data_size(env: Env, objects: Given = Given()) -> DataSize | None:
     """
     if env.name != "prompts" or env.prompts is None:
         return None
+    from posttrain.environment.data_rows import checked_rows
     from posttrain.environment.make import checked
     from posttrain.environment.prompts import PromptsEnv
-    from posttrain.environment.rows import row_of, source_rows, texts_of
+    from posttrain.environment.rows import PromptRow, texts_of
 
     columns = PromptsEnv(**checked(env.name, PromptsEnv, env.args))
-    rows = completions = prompt = completion = both = 0
-    inline = is_inline(env.prompts)
-    for place, data in objects.rows(env.prompts) if inline else source_rows(env.prompts, columns.split):
-        row = row_of(place, data, columns)
+    rows = completions = judged = prompt = completion = both = 0
+    for _, row in checked_rows(env.prompts, columns, objects):
+        if not isinstance(row, PromptRow):  # it is left out
+            continue
         asked = sum(len(t.encode()) for t in texts_of(row.task.prompt))
-        said = len((row.completion or "").encode())
+        texts = [row.completion or "", *(row.judged.completions if row.judged is not None else ())]
+        said = max(len(t.encode()) for t in texts)
         rows, completions = rows + 1, completions + (row.completion is not None)
+        judged += row.judged is not None
         prompt, completion, both = max(prompt, asked), max(completion, said), max(both, asked + said)
     return DataSize(
-        rows=rows, completions=completions, longest_prompt=prompt, longest_completion=completion, longest=both
+        rows=rows,
+        completions=completions,
+        judged=judged,
+        longest_prompt=prompt,
+        longest_completion=completion,
+        longest=both,
     )
 
 

@@ -72,7 +72,7 @@ def model_card(
         _front(run, used, result),
         _head(run, name, stage, step, ema),
         [*_stages(run, used, record, stage, step), *_links(links)],
-        *(_algorithm(s, file.lineages) for s in used if isinstance(s, Reinforce)),
+        *(_algorithm(s, file.lineages) for s in used if s.algorithm_name),
         _data(run, used),
         _measured(result),
         _settings(run),
@@ -160,8 +160,11 @@ def _front(run: Run, used: Sequence[Stage], result: HeldOutResult | None) -> lis
     """YAML front matter, as the hub reads it."""
     path = run.model.path or ""
     known = HUB_ID.fullmatch(path) and not Path(path).exists()
-    algorithms = [s.algorithm.name for s in used if isinstance(s, Reinforce)]
-    tags = ["posttrain", *(["reinforcement-learning"] if algorithms else []), *algorithms]
+    algorithms = [s.algorithm_name for s in used if s.algorithm_name]
+    reward = any(isinstance(s, Reinforce) for s in used)
+    preferences = any(s.judged is not None for s in used)
+    kinds = [*(["reinforcement-learning"] if reward else []), *(["preference-optimization"] if preferences else [])]
+    tags = ["posttrain", *kinds, *algorithms]
     return [
         "---",
         "library_name: transformers",
@@ -190,9 +193,16 @@ def _stages(run: Run, used: Sequence[Stage], record: Sequence[Step], stage: Stag
     for s in used:
         taken = max((x.index for x in record if x.stage == s.name), default=0)
         taken = min(taken, step) if s is stage and step is not None else taken
-        kind = f"learns from reward, {code(s.algorithm.name)}" if isinstance(s, Reinforce) else "imitates"
+        kind = _kind(s)
         rows.append(f"| {code(s.name)} | {code(starts(run.stages, s))} | {taken} | {kind} |")
     return rows
+
+
+def _kind(stage: Stage) -> str:
+    """What a stage learns from, with its algorithm."""
+    if not stage.algorithm_name:
+        return "imitates"
+    return f"learns from {'reward' if stage.judged is None else 'preferences'}, {code(stage.algorithm_name)}"
 
 
 def _links(links: Sequence[LineageLink]) -> list[str]:
@@ -212,10 +222,10 @@ def _links(links: Sequence[LineageLink]) -> list[str]:
     return [*rows, "", f"`{LINEAGE}` beside the weights has all of it, `{CERTIFICATE}` what was compared."]
 
 
-def _algorithm(stage: Reinforce, lineages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    """The patches that make the algorithm, from REINFORCE on."""
+def _algorithm(stage: Stage, lineages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """The patches that make the algorithm, from the root of its ladder on."""
     out = [
-        f"## Algorithm of {code(stage.name)}: {code(stage.algorithm.name)}",
+        f"## Algorithm of {code(stage.name)}: {code(stage.algorithm_name)}",
         "",
         "Each line is a patch of the one above:",
         "",

@@ -7,6 +7,7 @@ import keyword
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.shell import command_line, python
@@ -16,16 +17,17 @@ EXAMPLES = tuple((a, b) for a in range(10, 90, 10) for b in range(1, 9))
 """The sums in the rows that a new reward function comes with."""
 
 
-def new_env(name: str, folder: Path | str = ".", tools: bool = False) -> tuple[Path, Path]:
-    """Write NAME.py and test_NAME.py into a folder; returns both paths. A missing folder is made.
+Shape = Literal["env", "tools", "judged"]
+"""What kind of environment is written: one question and one answer, one with tools and several turns, or one whose
+answers are judged by a known taste."""
 
-    Args:
-        tools: an environment with tools and several turns.
+
+def new_env(name: str, folder: Path | str = ".", kind: Shape = "env") -> tuple[Path, Path]:
+    """Write NAME.py and test_NAME.py into a folder; returns both paths. A missing folder is made.
 
     Raises:
         ConfigError: NAME is not a name for a Python file, or one of the files exists.
     """
-    kind = "tools" if tools else "env"
     one, two = _write(name, folder, {f"{name}.py": f"new_{kind}.txt", f"test_{name}.py": f"new_{kind}_test.txt"})
     return one, two
 
@@ -78,15 +80,23 @@ def class_name(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
 
 
-def next_steps(path: Path, test: Path, cls: str, tools: bool = False) -> list[str]:
+def next_steps(path: Path, test: Path, cls: str, kind: Shape = "env") -> list[str]:
     """What to try next with an environment: each command below a line that says what it does."""
     env = f"{path}:{cls}"
-    train = ("run", "shop", f"env={env}") if tools else ("run", "arithmetic", f"env={env}", "sft.style=answer")
+    train = {
+        "env": ("run", "arithmetic", f"env={env}", "sft.style=answer"),
+        "tools": ("run", "shop", f"env={env}"),
+        "judged": ("run", "dpo", f"env={env}", "sft.style=answer", "sft.wrong=0.9"),
+    }[kind]
+    mine = ("run", "dpo", "model=MODEL", f"env={env}", "sft=none") if kind == "judged" else None
     return _listed(
         (command_line("check", env), "try it and its verifier"),
         (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
         (command_line(*train), "train a small model from scratch on it"),
-        (command_line("run", "grpo", "model=MODEL", f"env={env}"), "train a model that you have: its path for MODEL"),
+        (
+            command_line(*(mine or ("run", "grpo", "model=MODEL", f"env={env}"))),
+            "train a model that you have: its path for MODEL",
+        ),
     )
 
 

@@ -38,11 +38,16 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     if not finished:
         rest = [(command_line("show", folder), "read what it said so far")] if episode_files(folder) else []
         return _lines([(command_line("run", "--resume", folder), "go on from its last checkpoint"), *rest])
+    handed = next((s for s in reversed(run.stages) if s.hands_on), run.stages[-1])
+    if not handed.leaves_policy:
+        return _lines(_of_reward_model(folder, worse))
     words, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
     recipe, overrides = words if words is not None else ("", [])
     out: list[tuple[str, str]] = []
-    out.append((command_line("show", folder), "read what it said, and what it was paid"))
-    if run.env.heldout:
+    judges = bool(run.env.rewards) or run.env.name != "prompts"  # else nothing was sampled
+    if judges:
+        out.append((command_line("show", folder), "read what it said, and what it was paid"))
+    if run.env.heldout and judges:
         out.append((command_line("eval", folder, "--samples", "16"), "accuracy and pass@k on more samples"))
     if not worse:
         out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
@@ -61,6 +66,16 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
         command = command_line("run", recipe, *kept, f"algorithm={other}")
         out.append((command, "another algorithm; posttrain ladder lists them"))
     return _lines(out)
+
+
+def _of_reward_model(folder: Path, worse: bool) -> list[tuple[str, str]]:
+    """What to do with a reward model."""
+    if worse:
+        return []
+    return [
+        (command_line("export", folder, _free("my-reward-model")), "for transformers and every library that reads it"),
+        (command_line("run", "grpo", f"env.rewards=model:{folder}"), "reward a policy with it"),
+    ]
 
 
 def _lines(out: list[tuple[str, str]]) -> list[str]:

@@ -17,11 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from posttrain.api.values import read
-from posttrain.core import ladder, tree
+from posttrain.core import tree
 from posttrain.core.adapter import Lora
-from posttrain.core.algorithm import CHOICES, Algorithm, differences, patch
+from posttrain.core.algorithm import Algorithm, choices, differences, patch
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, closest, nearest
+from posttrain.core.ladders import LADDERS, AnyAlgorithm, algorithm_type, named_algorithm, stage_choices
+from posttrain.core.preference import PreferenceAlgorithm
 from posttrain.core.run import Model, Run
 from posttrain.core.stage import Optimizer, Stage
 
@@ -30,7 +32,9 @@ USER_PATCH = "your patch"
 
 
 def fixed(cls: type) -> tuple[str, ...]:
-    """Fields that the recipe decides and no override can change."""
+    """Fields that the recipe decides and no override can change; of an algorithm all but its choices."""
+    if cls in LADDERS:
+        return tuple(n for n in tree.hints(cls) if n not in choices(cls))
     return ("recipe", "stages") if cls is Run else ("name",) if issubclass(cls, Stage) else ()
 
 
@@ -81,7 +85,7 @@ def address(run: Run, key: str, word: str = "...") -> tuple[str, ...]:
         return (parts[0], *_inside(stages[parts[0]], parts[1:]))
     if parts[0] in tree.hints(Run):
         return parts
-    full = [(s.name, *_inside(s, parts)) for s in run.stages if _has(s, parts[0])]
+    full = [(s.name, *_inside(s, parts)) for s in _meant(run, parts, word) if _has(s, parts[0])]
     if len(full) == 1:
         return full[0]
     if full:
@@ -90,15 +94,27 @@ def address(run: Run, key: str, word: str = "...") -> tuple[str, ...]:
     raise ConfigError(f"{key}={word}: no such setting; {_suggest(run, key)}")
 
 
+def _meant(run: Run, parts: tuple[str, ...], word: str) -> tuple[Stage, ...]:
+    """The stages that a key without a stage can mean. `algorithm=dapo` and `algorithm.clip.high=0.3` mean those that
+    learn from reward, `algorithm=simpo` those that learn from preferences."""
+    if parts[0] != "algorithm":
+        return run.stages
+    kinds = {s.name: algorithm_type(type(s)) for s in run.stages}
+    if len(parts) == 1:
+        fits = [k for k, rows in LADDERS.items() if word in rows]
+    else:
+        fits = [k for k in LADDERS if parts[1] in choices(k)]
+    found = tuple(s for s in run.stages if kinds[s.name] in fits)
+    return found or tuple(s for s in run.stages if kinds[s.name] is Algorithm) or run.stages
+
+
 def _has(stage: Stage, head: str) -> bool:
-    known = tree.hints(type(stage))
-    return head in known or (head in CHOICES and known.get("algorithm") is Algorithm)
+    return head in tree.hints(type(stage)) or head in stage_choices(type(stage))
 
 
 def _inside(stage: Stage, parts: tuple[str, ...]) -> tuple[str, ...]:
     """A path inside a stage; `algorithm` is put before a choice of its algorithm."""
-    known = tree.hints(type(stage))
-    if parts and parts[0] in CHOICES and parts[0] not in known and known.get("algorithm") is Algorithm:
+    if parts and parts[0] in stage_choices(type(stage)) and parts[0] not in tree.hints(type(stage)):
         return ("algorithm", *parts)
     return parts
 
@@ -136,8 +152,8 @@ def _model(model: Model, word: str) -> Model:
     )
 
 
-def _algorithm(_: Algorithm, word: str) -> Algorithm:
-    return ladder.algorithm(word)
+def _algorithm(now: AnyAlgorithm, word: str) -> AnyAlgorithm:
+    return named_algorithm(type(now), word)
 
 
 def _lora(_: Lora | None, word: str) -> Lora:
@@ -152,6 +168,7 @@ SHORT: dict[type, Callable[[Any, str], Any]] = {
     Env: _env,
     Model: _model,
     Algorithm: _algorithm,
+    PreferenceAlgorithm: _algorithm,
     Lora: _lora,
     Optimizer: _optimizer,
 }
@@ -168,7 +185,7 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
         return current
     if isinstance(current, Model) and (path_word := node.parts.get("path", Node()).word) is not None:
         current = _model(current, path_word)
-    if isinstance(current, Algorithm):
+    if isinstance(current, AnyAlgorithm):
         return _patched(current, node, path)
     if dataclasses.is_dataclass(current) and not isinstance(current, type):
         return _fields(current, node, path)
@@ -246,10 +263,10 @@ def _elements(declared: Any, current: tuple[Any, ...], node: Node, path: str) ->
     return tuple(out)
 
 
-def _patched(base: Algorithm, node: Node, path: str) -> Algorithm:
-    """All changed choices as one patch. A user's earlier patch is merged into it; changes without effect are left
-    out."""
-    known = {name: tree.hints(Algorithm)[name] for name in CHOICES}
+def _patched(base: Any, node: Node, path: str) -> Any:
+    """All changed choices of an algorithm as one patch. A user's earlier patch is merged into it; changes without
+    effect are left out."""
+    known = {name: tree.hints(type(base))[name] for name in choices(type(base))}
     wanted: dict[str, Any] = {}
     for name, part in node.parts.items():
         if name not in known:
@@ -287,12 +304,12 @@ def surface(run: Run) -> list[tuple[str, str]]:
 
 def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
     for name, declared in tree.hints(cls).items():
-        if name in fixed(cls) or (cls is Algorithm and name not in CHOICES):
+        if name in fixed(cls):
             continue
         here = f"{path}.{name}" if path else name
-        if cls is not Algorithm and declared is Algorithm:
-            yield here, f"one of {', '.join(ladder.LADDER)}"
-            yield from _surface(Algorithm, here)
+        if declared in LADDERS:
+            yield here, f"one of {', '.join(LADDERS[declared])}"
+            yield from _surface(declared, here)
             continue
         if declared is Optimizer:
             yield here, tree.describe(tree.hints(Optimizer)["kind"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from posttrain.api.preference_page import preferences
 from posttrain.core.algorithm import CHOICES, Algorithm, differences
 from posttrain.core.cost import anchor, cost, reads
 from posttrain.core.formula import compact, credit_words, formulas, source, year
@@ -200,6 +201,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "algorithms.md": algorithms,
     "diagnosis.md": diagnosis,
     "metrics.md": metrics,
+    "preferences.md": lambda: HEAD + preferences(),
     "recipes.md": recipes,
 }
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from posttrain.core import files, reader
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.run import Reinforce
 from posttrain.core.visible import visible
 from posttrain.diagnose.outcome import Curve, RunOutcome, StageOutcome, read_outcome
 
@@ -125,7 +124,7 @@ def summary_picture(of: RunOutcome) -> bytes | None:
         axis.plot(*_xy(smooth(curve)), color=COLOURS[0], label=what)
         if s.rewards:
             _held_out(axis, s)
-        name = f", {s.stage.algorithm.name}" if isinstance(s.stage, Reinforce) else ""
+        name = f", {s.stage.algorithm_name}" if s.stage.algorithm_name else ""
         axis.set_title(_text(f"{of.run.recipe}: {s.name}{name}"), fontsize=9)
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)

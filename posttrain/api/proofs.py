@@ -59,9 +59,27 @@ async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list
     prompts_begin_once(setting, tokenizer, [*held, *train])
     await gold_is_paid(env, [*held, *train])
     await near_misses_are_not(env, [*held, *train])
-    notes = [*data_notes(env.train, env.heldout), *other_form(parts, env, [*train, *held])]
+    notes = [
+        *data_notes(env.train, env.heldout, repeats=env.abilities.judgements is not None),
+        *lint_notes(parts, env),
+        *other_form(parts, env, [*train, *held]),
+    ]
     answered = [await conversations_append(parts, setting, task) for task in [*train[:1], *held[:1]]]
     return [*notes, *(observations_can_be_written(parts, env.name) if any(answered) else [])]
+
+
+def lint_notes(parts: RunParts, env: Environment) -> list[str]:
+    """What the environment finds when it looks at its data. What is well is left out, but for figures on lengths."""
+    if env.abilities.lint is None:
+        return []
+
+    def length(task: Task, completion: str) -> int:
+        return sum(len(ids) for ids in parts.renderer.pair(task.prompt, completion, task.id))
+
+    found = env.abilities.lint(length, parts.sampler.context)
+    return [
+        f"{f.name}: {f.seen}{f'; {f.advice}' if f.advice else ''}" for f in found if f.warns or f.name == "length bias"
+    ]
 
 
 def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:

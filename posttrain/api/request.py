@@ -20,6 +20,7 @@ from posttrain.api.extend import Extension, check_changes, extension
 from posttrain.api.handed import HandedObjects, given_again, given_notes, object_notes, recorded
 from posttrain.api.next_steps import asked_words
 from posttrain.api.own_pieces import own_classes
+from posttrain.api.reward_paths import check_reward_models
 from posttrain.api.run_file import code_notes, is_recipe, run_of
 from posttrain.api.trackers import check_trackers
 from posttrain.core.adapter import check_frozen
@@ -30,7 +31,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.given import Given
 from posttrain.core.ports import Environment
 from posttrain.core.reader import folder_of, run_file
-from posttrain.core.run import BUILT_CONTEXT, Reinforce, Run
+from posttrain.core.run import BUILT_CONTEXT, Run
 from posttrain.core.shell import command_line
 from posttrain.engine.locate import check_source
 from posttrain.engine.vllm import installed
@@ -102,7 +103,7 @@ def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
         for other in environments[1:]:
             closing.callback(other.close)
         asked = settled(asked)
-        check_environment(environment, [s for s in asked.run.stages if s.env is None])
+        check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
         yield replace(asked, quiet=options.quiet, environments=tuple(environments), others=others)
 
 
@@ -183,6 +184,7 @@ def check_early(run: Run, own: Path | None = None) -> None:
     check_trackers(run)
     check_installed(run)
     check_frozen(run.model.lora, run.model.quantize)
+    check_reward_models(run)
     for path, model in _models(run):
         if run_source(model) is None and not (path == "model.path" and own is not None and is_branch(own)):
             check_source(path, model)
@@ -203,8 +205,9 @@ def _models(run: Run) -> Iterator[tuple[str, str]]:
     if isinstance(run.engine, Embedded) and run.engine.draft is not None:
         yield "engine.draft", run.engine.draft
     for stage in run.stages:
-        if isinstance(stage, Reinforce) and stage.reference is not None:
-            yield f"{stage.name}.reference", stage.reference
+        for name in type(stage).models:
+            if (path := getattr(stage, name)) is not None:
+                yield f"{stage.name}.{name}", path
 
 
 def check_lengths(run: Run, context: int) -> None:

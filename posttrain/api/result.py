@@ -231,6 +231,9 @@ def _stage_line(s: StageResult) -> str:
     for what, measured, before in (("accuracy", s.accuracy, s.before), ("reward", s.reward, s.reward_before)):
         if measured is not None and (what == "accuracy" or s.graded):
             out.append(f"held-out {what} {interval(*measured)}" + ("" if before is None else f", before {before:.3f}"))
+    if s.agreement is not None:
+        was = "" if s.agreement_before is None else f", before {s.agreement_before:.3f}"
+        out.append(f"held-out pairs ordered as judged {interval(*s.agreement)}{was}")
     return "; ".join(out)
 
 

@@ -10,10 +10,14 @@ from typing import Any, cast
 
 from posttrain.api.overrides import SHORT, fixed
 from posttrain.core import tree
-from posttrain.core.algorithm import CHOICES, Algorithm
+from posttrain.core.algorithm import choices
 from posttrain.core.env import Env, Reward
 from posttrain.core.formula import word
+from posttrain.core.ladders import LADDERS, AnyAlgorithm, algorithm_type, stage_choices
 from posttrain.core.meanings import about, meaning
+from posttrain.core.preference import PreferenceAlgorithm
+from posttrain.core.preference_stage import Preference
+from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Model, Reinforce, Run, Supervised
 from posttrain.core.stage import Stage
 from posttrain.environment.make import shipped_class
@@ -32,6 +36,8 @@ MAIN: dict[type, tuple[str, ...]] = {
         "minibatches",
         "eval_every",
     ),
+    Preference: ("algorithm", "steps", "batch", "optimizer.lr", "beta", "eval_every"),
+    RewardModel: ("judgement", "steps", "batch", "optimizer.lr", "centre", "eval_every"),
 }
 """The settings that people change first, of a run and of each kind of stage."""
 PARTS = ("sampling", "optimizer", "algorithm", "env")
@@ -87,7 +93,7 @@ def plain_word(value: Any) -> str:
         return ",".join(plain_word(v) for v in cast("tuple[Any, ...]", value)) or "none"
     if isinstance(value, Model):
         return value.path or "none"
-    if isinstance(value, Env | Algorithm):
+    if isinstance(value, Env | AnyAlgorithm):
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return value.function if isinstance(value, Reward) else type(value).__name__.lower()
@@ -118,7 +124,7 @@ def _stage_groups(stages: tuple[Stage, ...]) -> Iterator[SettingGroup]:
     parts: dict[str, list[Setting]] = {p: [] for p in ("", *PARTS)}
     for s in found:
         head = s.path.split(".")[1]
-        part = head if head in PARTS else "algorithm" if head in CHOICES else ""
+        part = head if head in PARTS else "algorithm" if head in stage_choices(kind) else ""
         parts[part].append(s)
     for part, settings in parts.items():
         if settings:
@@ -136,7 +142,7 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
     """The settings below nodes of one class, which stand beside each other."""
     cls = type(nodes[0])
     for name, declared in tree.hints(cls).items():
-        if name in fixed(cls) or (cls is Algorithm and name not in CHOICES) or SAID_ABOVE.get(cls) == name:
+        if name in fixed(cls) or SAID_ABOVE.get(cls) == name:
             continue
         here = f"{path}.{name}" if path else name
         within = f"{inside}.{name}" if inside else name
@@ -187,12 +193,14 @@ def _below(values: tuple[Any, ...], path: str, main: tuple[str, ...], within: st
                 yield from _settings((x,), f"{path}.{type(x).__name__.lower()}", main, within)
         return
     if len({type(v) for v in values}) == 1 and dataclasses.is_dataclass(values[0]):
-        short = path.rpartition(".")[0] if isinstance(values[0], Algorithm) else path
+        short = path.rpartition(".")[0] if isinstance(values[0], AnyAlgorithm) else path
         yield from _settings(values, short, main, within)
 
 
 def _text(cls: type, name: str, declared: Any) -> str:
-    if declared is Algorithm:
+    if declared is PreferenceAlgorithm:
+        return f"How judgements become a loss: {LADDER}."
+    if declared in LADDERS:
         return f"How credit and loss are computed: {LADDER}."
     if declared is Model:
         return meaning(Model, "path")
@@ -203,7 +211,7 @@ def _text(cls: type, name: str, declared: Any) -> str:
 
 def _valid(declared: Any) -> str:
     """What is valid, where it is not plain from the value: the names of choices and pieces."""
-    if declared is Algorithm or any(m in SHORT for m in tree.members(declared)):
+    if declared in LADDERS or any(m in SHORT for m in tree.members(declared)):
         return ""
     item = tree.tuple_item(declared)
     found = tree.pieces(declared if item is None else item)
@@ -226,9 +234,10 @@ def _alternatives(run: Run, head: str) -> Iterator[Alternative]:
 
 def _other_pieces(stages: tuple[Stage, ...], label: str) -> Iterator[Alternative]:
     """Every piece of an algorithm that the stages do not use, by choice."""
-    algorithms = [s.algorithm for s in stages if isinstance(s, Reinforce)]
-    for choice in CHOICES if algorithms else ():
-        declared = tree.hints(Algorithm)[choice]
+    kind = algorithm_type(type(stages[0]))
+    algorithms: list[Any] = [getattr(s, "algorithm") for s in stages] if kind is not None else []  # noqa: B009
+    for choice in choices(kind) if kind is not None else ():
+        declared = tree.hints(kind)[choice]
         used = {type(p) for a in algorithms for p in a.pieces}
         item = tree.tuple_item(declared)
         yield from _unused(f"{label}.{choice}", declared if item is None else item, used)

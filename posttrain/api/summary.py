@@ -22,11 +22,11 @@ from posttrain.core import files, reader
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.gauge import Gauge, merge
 from posttrain.core.interval import Gain, Score
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.run import Run
 from posttrain.core.visible import visible
-from posttrain.diagnose.gauges import unjudged_words
 from posttrain.diagnose.learned import Learning, learned
 from posttrain.diagnose.outcome import RunOutcome, StageOutcome, read_outcome
+from posttrain.diagnose.played import unjudged_words
 from posttrain.diagnose.said import findings_of
 from posttrain.faults import find
 
@@ -110,6 +110,16 @@ def _compared(s: StageOutcome, stages: Sequence[StageOutcome]) -> str:
         return f"instead of {timed.name}, from the same weights, for the same time"
     time = f", for the time of {s.time_of}" if s.time_of is not None else ""
     return f"from the weights of {s.began}{time}, handed to nobody"
+
+
+def agreement_lines(of: RunOutcome) -> list[str]:
+    """A line for each stage that learns from judgements: how many held-out pairs it orders as they were judged."""
+    out: list[str] = []
+    for s in of.stages:
+        if s.agreement is not None:
+            was = "" if s.agreement_before is None else f", {s.agreement_before:.3f} before"
+            out.append(f"{s.name}: orders {s.agreement} of held-out pairs as judged{was}")
+    return out
 
 
 def unjudged(of: RunOutcome) -> list[str]:
@@ -199,11 +209,17 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
     for table in tables(of) if of.stages else ():
         console.print(table)
     console.print()
-    for line in (*filter(None, [footnote(of)]), *role_lines(of), *memory_lines(of), *unjudged(of)):
+    for line in (
+        *filter(None, [footnote(of)]),
+        *agreement_lines(of),
+        *role_lines(of),
+        *memory_lines(of),
+        *unjudged(of),
+    ):
         console.print(line)
     curve = of.drawn
     if curve is not None and (lines := picture(curve_lines(curve))):
-        by = f" ({curve.stage.algorithm.name})" if isinstance(curve.stage, Reinforce) else ""
+        by = f" ({curve.stage.algorithm_name})" if curve.stage.algorithm_name else ""
         console.print()
         console.print(f"{curve.name}, {curve.steps} steps{by}")
         for line in lines:
@@ -235,7 +251,7 @@ def markdown(of: RunOutcome, drawn_in: str = "") -> str:
     for what in ("accuracy", "reward") if graded else ("accuracy",):
         out += [_row([name.format(what if what == "accuracy" else "mean reward") for name in HEADER])]
         out += ["|---|" + "---:|" * (len(HEADER) - 1), *(_row([*map(_plain, row)]) for row in score_rows(of, what)), ""]
-    out += [_plain(line) + "\n" for line in (footnote(of), *unjudged(of)) if line]
+    out += [_plain(line) + "\n" for line in (footnote(of), *agreement_lines(of), *unjudged(of)) if line]
     if found := findings_of(reader.steps(of.folder)):
         out += ["## What the rules saw", "", *(f"- {_plain(n.line)}" for n in found), ""]
     if said.advice:
@@ -253,7 +269,7 @@ def _about(run: Run) -> list[str]:
     model = run.model.path or f"{run.model.arch} built with {run.model.layers} layers of width {run.model.hidden}"
     out = [f"model: {model}", f"environment: {run.env.name}, {run.env.heldout} prompts held out", f"seed: {run.seed}"]
     for s in run.stages:
-        what = f"{s.algorithm.name}, " if isinstance(s, Reinforce) else ""
+        what = f"{s.algorithm_name}, " if s.algorithm_name else ""
         what += "" if s.optimizer.kind == "adamw" else f"{s.optimizer.kind}, "
         out.append(f"{s.name}: {type(s).__name__.lower()}, {what}{s.steps} steps, learning rate {s.optimizer.lr:g}")
     return out

@@ -10,6 +10,7 @@ from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, to_stderr
 from posttrain.api.branch import MODEL, TOKENIZER, begun_with, branched_policy, run_source, same_base, was_built
 from posttrain.api.defaults import for_model, given_paths
+from posttrain.api.policy_only import refuse_reward_model
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, DataError, RunFolderError, UntrustedError
@@ -67,11 +68,16 @@ def check_target(target: str | Path, checkpoint: str) -> None:
     """Refuse a target that is not there, before anything is imported or chosen for it.
 
     Raises:
-        RunFolderError: a run folder without such a checkpoint.
+        RunFolderError: a run folder without such a checkpoint, or whose weights there are a reward model's.
         ConfigError, DataError: no model can be read from there.
     """
     if is_run(target):
-        find(Path(target), checkpoint)
+        refuse_reward_model(
+            Path(target),
+            find(Path(target), checkpoint).state,
+            "posttrain eval and posttrain serve sample from a policy",
+            f"posttrain summary has its agreement with held-out judgements; env.rewards=model:{target} uses it",
+        )
     else:
         check_source("", str(target))
 

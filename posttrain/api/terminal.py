@@ -14,8 +14,11 @@ from posttrain.api.notebook import NotebookLine, in_kernel
 from posttrain.core.gauge import Step
 from posttrain.core.run import Run
 from posttrain.core.shell import wrapped
+from posttrain.diagnose.outcome import LOSSES
 from posttrain.diagnose.said import RULE, SaidOnce
 
+TOKENS = ("engine/tokens", "sft/tokens", "preference/tokens")
+"""Gauges that count the tokens of a step."""
 PLAIN_EVERY = 5.0
 """Seconds between two plain lines of the same stage."""
 
@@ -44,7 +47,7 @@ class Terminal:
         if step.stage != self._stage:
             self._open(step)  # the first step only starts the clock: its tokens took time before it
         else:
-            self._tokens += sum(step.gauges[n].sum for n in ("engine/tokens", "sft/tokens") if n in step.gauges)
+            self._tokens += sum(step.gauges[n].sum for n in TOKENS if n in step.gauges)
         total = self.run.stage(step.stage).steps
         if "eval/accuracy" in step.gauges and step.gauges["eval/accuracy"].count:
             accuracy, reward = (step.gauges[n].mean for n in ("eval/accuracy", "eval/reward"))
@@ -112,8 +115,9 @@ class Terminal:
         out: list[str] = []
         if "rollout/reward" in g and g["rollout/reward"].count:
             out.append(f"reward {g['rollout/reward'].mean:.3f}")
-        if "sft/loss" in g:
-            out.append(f"loss {g['sft/loss'].mean:.3f}")
+        out += [f"loss {g[n].mean:.3f}" for n in LOSSES if n in g]
+        if "preference/accuracy" in g:
+            out.append(f"ordered as judged {g['preference/accuracy'].mean:.1%}")
         out += [
             f"{what} {g[f'rollout/{what}'].mean:.1%}"
             for what in ("failed", "abstained")

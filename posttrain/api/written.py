@@ -18,10 +18,11 @@ import yaml
 from posttrain.api.algorithm_file import algorithm_of
 from posttrain.api.overrides import USER_PATCH
 from posttrain.core import foreign, tree
-from posttrain.core.algorithm import CHOICES, Algorithm, differences, patch
+from posttrain.core.algorithm import Algorithm, choices, differences, patch
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.ladder import LADDER
+from posttrain.core.ladders import LADDERS, AnyAlgorithm, algorithm_type
 from posttrain.core.run import Run
+from posttrain.core.stage import Stage
 
 LARGEST = 256 * 1024
 """Most bytes of a file."""
@@ -61,7 +62,7 @@ def to_yaml(
     run: Run,
     recipe: Run | None = None,
     reasons: Mapping[str, str] | None = None,
-    own: Mapping[str, Algorithm] | None = None,
+    own: Mapping[str, AnyAlgorithm] | None = None,
 ) -> str:
     """The run as YAML.
 
@@ -70,23 +71,24 @@ def to_yaml(
         reasons: by the path of an override: why a value was chosen; a comment too.
         own: algorithms of the user's files, by their words `path.py:NAME`.
     """
-    base = _document(recipe, LADDER) if recipe is not None else None
-    return "\n".join(_lines(_document(run, {**LADDER, **(own or {})}), base, "", reasons or {}, ())) + "\n"
+    shipped = {name: a for rows in LADDERS.values() for name, a in rows.items()}
+    base = _document(recipe, shipped) if recipe is not None else None
+    return "\n".join(_lines(_document(run, {**shipped, **(own or {})}), base, "", reasons or {}, ())) + "\n"
 
 
-def _document(run: Run, named: Mapping[str, Algorithm]) -> dict[str, Any]:
+def _document(run: Run, named: Mapping[str, AnyAlgorithm]) -> dict[str, Any]:
     """The plain tree with short algorithms, and the stages by their names."""
     data = tree.to_plain(run)
     stages: dict[str, Any] = {}
     for stage, plain in zip(run.stages, data["stages"], strict=True):
         body = {k: v for k, v in plain.items() if k != "name"}
-        if isinstance(found := getattr(stage, "algorithm", None), Algorithm):
+        if isinstance(found := getattr(stage, "algorithm", None), AnyAlgorithm):
             body["algorithm"] = _short(found, body["algorithm"], named)
         stages[stage.name] = body
     return {**data, "stages": stages}
 
 
-def _short(a: Algorithm, plain: Any, named: Mapping[str, Algorithm]) -> Any:
+def _short(a: Any, plain: Any, named: Mapping[str, AnyAlgorithm]) -> Any:
     if (name := _name(a, named)) is not None:
         return name
     parent = a.parent
@@ -96,7 +98,7 @@ def _short(a: Algorithm, plain: Any, named: Mapping[str, Algorithm]) -> Any:
     return plain if base is None else {"base": base, **{choice: plain[choice] for choice in differences(parent, a)}}
 
 
-def _name(a: Algorithm, named: Mapping[str, Algorithm]) -> str | None:
+def _name(a: Any, named: Mapping[str, AnyAlgorithm]) -> str | None:
     return next((name for name, known in named.items() if known.name == a.name and known == a), None)
 
 
@@ -169,44 +171,47 @@ def _run(data: Any) -> Run:
             "stages: write each stage under its name; posttrain run RECIPE --dry-run writes a whole run to begin with"
         )
     listed: list[Any] = []
+    kinds = cast("dict[str, type[Stage]]", tree.pieces(tree.tuple_item(tree.hints(Run)["stages"])))
     for name, body in cast("dict[str, Any]", stages).items():
         if not isinstance(body, dict):
             raise ConfigError(f"stages.{name}: the settings of a stage are wanted here")
         whole = {**cast("dict[str, Any]", body), "name": name}
         if (short := whole.get("algorithm")) is not None:
-            whole["algorithm"] = tree.to_plain(_algorithm(short, f"stages.{name}.algorithm"))
+            declared = algorithm_type(kinds.get(str(whole.get(tree.TAG)), Stage)) or Algorithm
+            whole["algorithm"] = tree.to_plain(_algorithm(short, f"stages.{name}.algorithm", declared))
         listed.append(whole)
     return cast("Run", tree.build(Run, {**table, "stages": listed}, "run"))
 
 
-def _algorithm(data: Any, path: str) -> Algorithm:
-    """An algorithm by its name, as a change of one, or whole."""
+def _algorithm(data: Any, path: str, declared: type) -> Any:
+    """An algorithm of the declared type by its name, as a change of one, or whole."""
     if isinstance(data, str):
         data = {"base": data}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: the name of an algorithm is wanted, or base: NAME with the choices that differ")
     table = cast("dict[str, Any]", data)
     if "base" not in table:
-        return cast("Algorithm", tree.build(Algorithm, table, path))
-    parent, known = _base(table["base"], path), tree.hints(Algorithm)
+        return tree.build(declared, table, path)
+    parent, known, named = _base(table["base"], path, declared), tree.hints(declared), choices(declared)
     for name in table:
-        if name != "base" and name not in CHOICES:
-            raise ConfigError(f"{path}.{name}: an algorithm has no such choice; {nearest(name, CHOICES)}")
+        if name != "base" and name not in named:
+            raise ConfigError(f"{path}.{name}: an algorithm has no such choice; {nearest(name, named)}")
     wanted = {n: tree.build(known[n], v, f"{path}.{n}") for n, v in table.items() if n != "base"}
     changes = {n: v for n, v in wanted.items() if getattr(parent, n) != v}
     return patch(parent, f"{parent.name}+user", USER_PATCH, **changes) if changes else parent
 
 
-def _base(word: Any, path: str) -> Algorithm:
+def _base(word: Any, path: str, declared: type) -> Any:
     """The algorithm that a name or `path.py:NAME` stands for."""
     if _is_file(word):
         try:
             return algorithm_of(word)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-    if word not in LADDER:
-        raise ConfigError(f"{path}.base={word}: no such algorithm; {nearest(str(word), LADDER)}")
-    return LADDER[word]
+    rows = LADDERS[declared]
+    if word not in rows:
+        raise ConfigError(f"{path}.base={word}: no such algorithm; {nearest(str(word), rows)}")
+    return rows[word]
 
 
 def _is_file(word: Any) -> bool:

@@ -10,10 +10,11 @@ import numpy as np
 from posttrain.checks.expected import same_outcome
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Environment, TaskSource
+from posttrain.core.run import Reinforce
 from posttrain.core.types import Group, Task
 from posttrain.core.verdict import outcome
 from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
-from posttrain.role.roles import ReinforceRoles
+from posttrain.role.roles import OnlineRoles, ReinforceRoles
 
 
 def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> None:
@@ -119,7 +120,7 @@ class TaskCheck(Observer):
         self._held = {same(t): t.id for t in roles.rollout.environment.heldout}
         self._held_elsewhere = {as_written(t): t.id for e in roles.other_environments for t in e.heldout}
 
-    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+    def on_event(self, roles: ReinforceRoles | OnlineRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PlayedEvent):
             return
         e = event.experience
@@ -128,7 +129,7 @@ class TaskCheck(Observer):
         self._never_asked_before(e.played)
         self._walk += [g.task.id for g in e.played][: WALK - len(self._walk)]
         in_order_of_the_file(self._walk, roles.prompts.source)
-        if roles.stage.algorithm.filter == "mixed":
+        if isinstance(roles.stage, Reinforce) and roles.stage.algorithm.filter == "mixed":
             filter_reads_outcomes((*e.groups, *e.spare), e.refused)
 
     def _never_asked_before(self, played: Sequence[Group]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from posttrain.checks.history import StageHistory
 from posttrain.core.errors import InvariantError
 from posttrain.role.events import Event, Observer, ObserverReport, RestoredEvent
-from posttrain.role.roles import ReinforceRoles
+from posttrain.role.roles import ReinforceRoles, StageRoles
 
 
 def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int | None) -> None:
@@ -51,6 +51,20 @@ class ResumeCheck(Observer):
         goes_on(
             walked.sum if walked else None, roles.prompts.cursor, taken, None if remembered is None else int(remembered)
         )
+
+
+class OptimizerResumeCheck(Observer):
+    """A resumed stage that learns from data has an optimizer with its earlier state. Its data are a function of the
+    step, so nothing more is remembered."""
+
+    def __init__(self, history: StageHistory) -> None:
+        self._history = history
+
+    async def begin(self, roles: StageRoles[Any]) -> None:
+        if self._history.steps:
+            taken = sum(s.gauges["optim/steps"].sum for s in self._history.steps if "optim/steps" in s.gauges)
+            remembered = roles.trainer.optimizer.state_tensors().get("steps")
+            goes_on(None, 0, taken, None if remembered is None else int(remembered))
 
 
 class RestoreCheck(Observer):

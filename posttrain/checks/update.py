@@ -18,6 +18,7 @@ from posttrain.core.ports import Learner
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.streams import ADVANTAGE
+from posttrain.engine.learner import HEADS
 from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, ObserverReport, PackedEvent
 from posttrain.role.probe import packed_text
 from posttrain.role.roles import StageRoles
@@ -53,7 +54,7 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
     """
     packed = packed_text(ids)
     learner.train_mode(True)
-    parameters = {n: p for n, p in learner.parameters().items() if not n.startswith("value_head.")}
+    parameters = {n: p for n, p in learner.parameters().items() if not n.startswith(HEADS)}
     head = {n: p for n, p in learner.parameters().items() if n.startswith("value_head.")}
     scores = learner.forward(packed, entropy=False, value=bool(head))
     if head:

@@ -13,7 +13,7 @@ from posttrain.core.request import StepNumber
 from posttrain.core.shell import command_line
 from posttrain.core.types import Group
 from posttrain.core.verdict import State, failed
-from posttrain.diagnose.gauges import components, unjudged_words
+from posttrain.diagnose.played import components, unjudged_words
 from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent, PushedEvent
 from posttrain.role.roles import ReinforceRoles
 

@@ -15,12 +15,18 @@ from posttrain.checks.imitation import ImitationCheck
 from posttrain.checks.live import LiveRules
 from posttrain.checks.measured import EvaluationCheck
 from posttrain.checks.precision import ScaleCheck
-from posttrain.checks.resume import RestoreCheck, ResumeCheck
+from posttrain.checks.preference_data import JudgementCheck
+from posttrain.checks.preference_loss import PreferenceLossCheck
+from posttrain.checks.preference_reference import ReferenceCheck
+from posttrain.checks.ranking import RankingCheck
+from posttrain.checks.resume import OptimizerResumeCheck, RestoreCheck, ResumeCheck
 from posttrain.checks.sampler import SamplerCheck
 from posttrain.checks.synthetic import LossCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.verifier import VerifierCheck
 from posttrain.core.gauge import Step
+from posttrain.core.preference_stage import OnlinePreference, Preference
+from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Reinforce, Supervised
 from posttrain.core.stage import Stage
 from posttrain.role.events import Observer, Observers
@@ -55,6 +61,40 @@ def imitation(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     ]
 
 
+def ranking(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a stage that trains a reward model."""
+    return [
+        UpdateCheck(moved=bool(steps)),
+        ScaleCheck(done=bool(steps)),
+        FrozenCheck(),
+        RankingCheck(first=not steps),
+    ]
+
+
+def preference(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a stage that learns from preferences."""
+    return [
+        OptimizerResumeCheck(StageHistory(steps)),
+        JudgementCheck(),
+        ReferenceCheck(first=not steps),
+        PreferenceLossCheck(kept.get("preference", {}) if steps else None),
+        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
+        ScaleCheck(done=bool(steps)),
+        FrozenCheck(),
+    ]
+
+
+def online(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a stage that learns from preferences between its own samples."""
+    return [
+        UpdateCheck(moved=bool(steps)),
+        ScaleCheck(done=bool(steps)),
+        FrozenCheck(),
+        SamplerCheck(fresh=False),
+        TaskCheck(),
+    ]
+
+
 def of_run() -> Observers:
     """The checks of what happens between steps, over all stages."""
     return Observers([RestoreCheck(), EvaluationCheck()])
@@ -63,6 +103,9 @@ def of_run() -> Observers:
 OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = {
     Reinforce: reinforcement,
     Supervised: imitation,
+    Preference: preference,
+    RewardModel: ranking,
+    OnlinePreference: online,
 }
 """By the type of the stage. A type that is not here, and derives from none that is, is not checked."""
 

@@ -9,9 +9,19 @@ from itertools import zip_longest
 from posttrain.cli.fold import fold, screen_width
 from posttrain.core.algorithm import CHOICES, Algorithm, differences
 from posttrain.core.cost import anchor, cost, reads
+from posttrain.core.errors import ConfigError
 from posttrain.core.formula import FORM, compact, credit_words, formula, formulas, patches, source, word
 from posttrain.core.formula.picture import WIDTH, picture, wrapped
-from posttrain.core.ladder import LADDER, algorithm
+from posttrain.core.formula.preferred import (
+    PREFERENCE_FORM,
+    preference_formula,
+    preference_formulas,
+    preference_reads,
+)
+from posttrain.core.ladder import LADDER
+from posttrain.core.ladders import AnyAlgorithm, any_named
+from posttrain.core.preference import PREFERENCE_CHOICES, PreferenceAlgorithm
+from posttrain.core.preference_ladder import PREFERENCES
 from posttrain.core.shell import command_line, with_reasons
 
 BETWEEN = "   "
@@ -22,11 +32,11 @@ NARROWEST_CELL = 8
 
 
 def tree() -> str:
-    """The tree of algorithms: each below the one it patches, with its changes."""
+    """The trees of both ladders: each algorithm below the one it patches, with its changes."""
     more = with_reasons(
         (
             (command_line("ladder", "NAME"), "one in full: formulas, numbers, what it reads and costs"),
-            (command_line("ladder", "--table"), "all in one table: baseline, trust region, anchor, cost"),
+            (command_line("ladder", "--table"), "those of reward in one table: baseline, region, anchor, cost"),
             (command_line("ladder", "--diff", "A", "B"), "the choices in which two differ"),
             (command_line("ladder", "--on", "RUN"), "what each would do with the batches of one of your runs"),
         ),
@@ -38,16 +48,23 @@ def tree() -> str:
             "",
             *picture(_width()),
             "",
-            f"{len(LADDER)} algorithms; numbers that are off are not printed.",
+            "Preference algorithms learn from judgements:",
+            "",
+            *_form(PREFERENCE_FORM),
+            "",
+            *picture(_width(), PREFERENCES),
+            "",
+            f"{len(LADDER)} algorithms of reward and {len(PREFERENCES)} of preference; numbers that are off are not"
+            " printed.",
             *more,
         ]
     )
 
 
-def _named(name: str) -> Algorithm:
-    """An algorithm of the ladder, or of the user's own file, which is imported only then."""
+def _named(name: str) -> AnyAlgorithm:
+    """An algorithm of a ladder, or of the user's own file, which is imported only then."""
     if ":" not in name:
-        return algorithm(name)
+        return any_named(name)
     from posttrain.api.algorithm_file import algorithm_of
 
     return algorithm_of(name)
@@ -115,7 +132,27 @@ def _row(a: Algorithm) -> tuple[str, ...]:
 def one(name: str) -> str:
     """One algorithm: its changes, formulas, choices, inputs, cost and lineage."""
     a = _named(name)
-    out = [f"{a.name}   ({source(a)})", "", *_form(), ""]
+    told = _preference(a) if isinstance(a, PreferenceAlgorithm) else _reward(a)
+    choices = PREFERENCE_CHOICES if isinstance(a, PreferenceAlgorithm) else CHOICES
+    out = [f"{a.name}   ({source(a)})", "", *told]
+    out += ["", *_prose("note     ", a.note)] if a.note else []
+    out += ["", "choices, as an override spells them:"]
+    wide = max(len(f"{f}={compact(getattr(a, f))}") for f in choices if len(f"{f}={compact(getattr(a, f))}") <= 40)
+    for f in choices:
+        typed = f"  {f}={compact(getattr(a, f))}"
+        lead = typed if len(typed) > wide + 2 else f"{typed:<{wide + 2}}   "
+        if lead is typed:
+            out.append(typed)
+            lead = " " * (wide + 5)
+        said = preference_formula if isinstance(a, PreferenceAlgorithm) else formula
+        out += _prose(lead, said(f, getattr(a, f)))
+    steps = [line for p in a.lineage() for line in wrapped(f"  {p.name:<21}  ", patches(p), " " * 25, _width())]
+    return "\n".join([*out, "", "lineage:", *steps])
+
+
+def _reward(a: Algorithm) -> list[str]:
+    """Formulas, inputs and cost of an algorithm that learns from reward."""
+    out = [*_form(FORM), ""]
     out += [line for label, text in formulas(a) for line in _prose(f"  {label:<8} ", text)]
     if a.pull is not None and a.pull.truth:
         out += _prose("  KL       ", f"its gradient is {a.pull.truth}")
@@ -129,19 +166,15 @@ def one(name: str) -> str:
     )
     out += _prose("forwards ", "; ".join(paid.passes) or "none beside rollout and learning")
     out += _prose("samples  ", "; ".join(paid.generation)) if paid.generation else []
-    out += _prose("memory   ", "; ".join(paid.memory)) if paid.memory else []
-    out += ["", *_prose("note     ", a.note)] if a.note else []
-    out += ["", "choices, as an override spells them:"]
-    wide = max(len(f"{f}={compact(getattr(a, f))}") for f in CHOICES if len(f"{f}={compact(getattr(a, f))}") <= 40)
-    for f in CHOICES:
-        typed = f"  {f}={compact(getattr(a, f))}"
-        lead = typed if len(typed) > wide + 2 else f"{typed:<{wide + 2}}   "
-        if lead is typed:
-            out.append(typed)
-            lead = " " * (wide + 5)
-        out += _prose(lead, formula(f, getattr(a, f)))
-    steps = [line for p in a.lineage() for line in wrapped(f"  {p.name:<21}  ", patches(p), " " * 25, _width())]
-    return "\n".join([*out, "", "lineage:", *steps])
+    return out + (_prose("memory   ", "; ".join(paid.memory)) if paid.memory else [])
+
+
+def _preference(a: PreferenceAlgorithm) -> list[str]:
+    """Formulas and inputs of an algorithm that learns from preferences."""
+    out = [*_form(PREFERENCE_FORM), ""]
+    out += [line for label, text in preference_formulas(a) for line in _prose(f"  {label:<8} ", text)]
+    out += ["", *_prose("learns   ", f"from {preference_formula('rows', a.rows)}")]
+    return out + _prose("reads    ", ", ".join(preference_reads(a)) or "nothing beside the log-probs of the policy")
 
 
 def _prose(lead: str, text: str) -> list[str]:
@@ -150,10 +183,10 @@ def _prose(lead: str, text: str) -> list[str]:
     ) or [lead.rstrip()]
 
 
-def _form() -> list[str]:
-    """The form of every algorithm; where the columns do not reach, the words stand below their line."""
+def _form(form: str = FORM) -> list[str]:
+    """The form of every algorithm of a ladder; where the columns do not reach, the words stand below their line."""
     out: list[str] = []
-    for line in FORM.split("\n"):
+    for line in form.split("\n"):
         parts = re.split(r" {3,}", line) if len(line) > _width() else [line]
         out += [parts[0], *(f"       {p}" for p in parts[1:])]
     return out
@@ -167,6 +200,11 @@ def _width() -> int:
 def diff(left: str, right: str) -> str:
     """The choices in which two algorithms differ, in the columns of the terminal; what is longer is wrapped."""
     a, b = _named(left), _named(right)
+    if type(a) is not type(b):
+        raise ConfigError(
+            f"{a.name} and {b.name} are on two ladders: one learns from reward, the other from preferences, and they"
+            " share no choice. Compare two of one ladder"
+        )
     rows = [(f, word(x), word(y)) for f, (x, y) in differences(a, b).items()]
     if not rows:
         return f"{a.name} and {b.name} make the same choices"

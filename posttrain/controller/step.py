@@ -1,8 +1,8 @@
 """One training step: rollouts, verdicts, scores, credit, minibatches, optimizer steps, weight sync, one record line.
 
 A reinforcement step is two functions with an `Experience` between them. `ask` plays the rollouts and judges them.
-`learn` does the rest. A supervised step is `imitate`. The checks are not called here: they observe the events that a
-step emits (`role.events`).
+`learn` does the rest. A step that learns from data is `learn_from`. The checks are not called here: they observe the
+events that a step emits (`role.events`).
 
 consumes   prompts from `ReinforceRoles.prompts`, and the weights of the last push
 waits for  the rollouts of every group of the step, then the learner
@@ -11,12 +11,13 @@ produces   new weights at the sampler, and one `Step` for the record
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from posttrain.algorithm.credit import credit_step, without_credit
-from posttrain.algorithm.losses import Likelihood, PolicyLoss
+from posttrain.algorithm.losses import Loss, PolicyLoss
 from posttrain.algorithm.steer import AdaptiveState, remember, standing, steered
 from posttrain.controller.left_out import left_out
 from posttrain.core.batch import Batch
@@ -26,12 +27,12 @@ from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.request import PassRate, StepNumber
 from posttrain.core.scored import Credit
 from posttrain.core.types import Group
-from posttrain.diagnose.gauges import rollout_gauges
 from posttrain.diagnose.notes import notes
+from posttrain.diagnose.played import rollout_gauges
 from posttrain.role.culprits import named
 from posttrain.role.events import PlayedEvent, PushedEvent, ScoredEvent
 from posttrain.role.pack import pack
-from posttrain.role.roles import ReinforceRoles, SupervisedRoles
+from posttrain.role.roles import ReinforceRoles, StageRoles
 from posttrain.role.score import score
 from posttrain.role.trainer import NAMED, NonFiniteGradient
 
@@ -127,29 +128,35 @@ def stopped_is_recorded(roles: ReinforceRoles, partial: UnfinishedStep) -> Itera
 
 
 @dataclass(frozen=True, eq=False)
-class SupervisedBatch:
-    """The batch of one supervised step."""
+class DataBatch:
+    """The batch of one step that learns from data."""
 
     index: int
     """The step, counted from 1."""
     batch: Batch
+    running: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the algorithm remembers after this step."""
 
 
-async def imitate(roles: SupervisedRoles, work: SupervisedBatch) -> Step:
-    """Take one supervised step; returns its line of the record.
+async def learn_from(
+    roles: StageRoles[Any], work: DataBatch, loss: Loss, called: str, sampled: Gauges | None = None
+) -> Step:
+    """Take one step on a batch of data; returns its line of the record.
+
+    Args:
+        called: what an episode of the batch is called in messages, such as `demonstration`.
+        sampled: gauges of the rollouts that made the batch, where the policy itself said it.
 
     Raises:
-        InvariantError: the gradient is not finite. The message names the demonstrations that make it so, and the
-            record's line has it as a note.
+        InvariantError: the gradient is not finite. The message names the episodes that make it so, and the record's
+            line has it as a note.
     """
     index, batch = work.index, work.batch
     with roles.clock.of("learn"):
         try:
-            gauges, skipped = roles.trainer.step(batch, Likelihood(), roles.watch, index=index), ()
+            gauges, skipped = roles.trainer.step(batch, loss, roles.watch, index=index, first=sampled is not None), ()
         except NonFiniteGradient as error:
-            names = [
-                f"demonstration {e} ({roles.text(batch.select([e]).ids_N)[:60]!r})" for e in error.culprits[:NAMED]
-            ]
+            names = [f"{called} {e} ({roles.text(batch.ids_of(e))[:60]!r})" for e in error.culprits[:NAMED]]
             told = error.told(
                 [*names, *[""] * (len(error.culprits) - len(names))], f" ({roles.stage.name} step {index})"
             )
@@ -165,7 +172,7 @@ async def imitate(roles: SupervisedRoles, work: SupervisedBatch) -> Step:
             roles.stage.name,
             index,
             roles.trainer.version,
-            merge(gauges, seen.gauges),
+            merge(sampled or {}, gauges, seen.gauges),
             roles.clock.take(),
             (*skipped, *seen.notes),
         )

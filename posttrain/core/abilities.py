@@ -7,13 +7,14 @@ and what is lost without it. A misspelt field is an error, because otherwise not
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.gauge import Gauges
+from posttrain.core.judgements import Judgement, Kind
 from posttrain.core.request import StepNumber
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, Verdict
@@ -116,6 +117,55 @@ class Demonstrations(Declared):
             )
 
 
+class Draw(Protocol):
+    """Gives one judgement about a task."""
+
+    def __call__(self, task: Task, kind: Kind, rng: np.random.Generator) -> Judgement:
+        """A judgement of this kind. Rows of data give their own each time; worlds write completions and judge them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgements(Declared):
+    """Completions that somebody judged, for stages that learn from preferences."""
+
+    kinds: tuple[Kind, ...]
+    """The kinds that `draw` can give."""
+    draw: Draw
+    utility: Callable[[Task, str], float] | None = None
+    """The true value of a completion, where the environment knows it: what a judge without error would go by. No loss
+    and no reward model reads it; it measures what they learned."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.kinds, str) or not self.kinds:
+            raise ConfigError(
+                f"Judgements(kinds={self.kinds!r}): give the kinds of judgement, such as ('pair',); where there is"
+                " none, leave judgements out of the abilities"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LintFinding:
+    """Something about the user's data that was looked at."""
+
+    name: str = field(kw_only=False)
+    seen: str = field(kw_only=False)
+    """What was seen, in figures."""
+    warns: bool = False
+    """Whether somebody should look at it."""
+    advice: str = ""
+    """What to do, where it warns."""
+
+
+class Lint(Protocol):
+    """Looks at the user's data before training."""
+
+    def __call__(self, length: Callable[[Task, str], int] | None = None, context: int = 0) -> Sequence[LintFinding]:
+        """The findings. `length` counts the tokens of a prompt with a completion, and `context` is the most that a
+        model reads; without them nothing is said of the context."""
+        ...
+
+
 class DataRow(Protocol):
     """A task of the user's data, with its place there."""
 
@@ -125,6 +175,11 @@ class DataRow(Protocol):
     @property
     def completion(self) -> str | None:
         """The row's demonstration, or None."""
+        ...
+
+    @property
+    def judged(self) -> Any:
+        """What was judged in the row; None where it was not judged."""
         ...
 
     @property
@@ -151,9 +206,16 @@ class Abilities(Declared):
     found by its answers."""
     demonstrations: Demonstrations | None = None
     """Texts to imitate. Without them there is no supervised stage, and no group gets a demonstration."""
+    judgements: Judgements | None = None
+    """Completions that somebody judged. Without them no stage can learn from preferences here."""
+    judges: bool = True
+    """Whether it judges answers at all. False for data without a reward: then nothing is evaluated by sampling, and no
+    stage learns from reward here."""
     rows: Sequence[DataRow] | None = None
     """The rows of the user's data, if the tasks come from there. The length of each is checked before the first step,
     and an error names the row's place. Without them a prompt that is too long is found only when it is used."""
+    lint: Lint | None = None
+    """Looks for what may be wrong with the data. Its findings are printed before training and by `posttrain check`."""
     together: Together | None = None
     """Reward sources that get all answers to a prompt in one call. The rollout calls it once all of them have ended.
     Without it each answer is judged alone. `judge` still asks them, with one answer, where an answer comes alone."""
@@ -190,5 +252,17 @@ def demonstrations(environment: Any) -> Demonstrations:
         raise ConfigError(
             f"environment {environment.name!r} writes no demonstrations. Give it abilities with"
             " demonstrations=Demonstrations(styles, write) (posttrain.core.abilities), or leave out what imitates"
+        )
+    return found
+
+
+def judgements(environment: Any) -> Judgements:
+    """The judgements of an environment. Raises ConfigError if it has none."""
+    found = declared(environment).judgements
+    if found is None:
+        raise ConfigError(
+            f"environment {environment.name!r} has no judged completions. Give rows with the columns chosen and"
+            " rejected (env.name=prompts env.prompts=FILE), or give it abilities with judgements=Judgements(kinds,"
+            " draw) (posttrain.core.abilities)"
         )
     return found

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.pieces.baseline import SEVERAL, Baseline, Value, Zero
@@ -28,6 +28,7 @@ from posttrain.core.pieces.trust import TrustRegion
 from posttrain.core.request import RolloutRequest
 
 if TYPE_CHECKING:
+    from posttrain.core.preference import PreferenceAlgorithm
     from posttrain.core.run import Reinforce
 
 Rewards = Literal["sum", "each", "none"]
@@ -261,22 +262,32 @@ def _meaningless_credit(a: Algorithm) -> Iterator[str]:
         yield "rewards=none leaves nothing to shape. Set shape=none"
 
 
-CHOICES = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "paper", "note", "parent"))
-"""The fields that are choices of the mathematics, in the order they are printed."""
+A = TypeVar("A", bound="Algorithm | PreferenceAlgorithm")
+"""An algorithm of one of the two ladders."""
 
 
-def differences(a: Algorithm, b: Algorithm) -> dict[str, tuple[Any, Any]]:
-    """The choices in which two algorithms differ: field -> (in a, in b)."""
-    return {f: (getattr(a, f), getattr(b, f)) for f in CHOICES if getattr(a, f) != getattr(b, f)}
+def choices(kind: type[Any]) -> tuple[str, ...]:
+    """The fields of an algorithm's type that are choices of the mathematics, in the order they are printed."""
+    return tuple(f.name for f in fields(kind) if f.name not in ("name", "paper", "note", "parent"))
 
 
-def patch(parent: Algorithm, name: str, paper: str, *, note: str = "", **changes: Any) -> Algorithm:
+def differences(a: A, b: A) -> dict[str, tuple[Any, Any]]:
+    """The choices in which two algorithms of one ladder differ: field -> (in a, in b)."""
+    return {f: (getattr(a, f), getattr(b, f)) for f in choices(type(a)) if getattr(a, f) != getattr(b, f)}
+
+
+def patch(parent: A, name: str, paper: str, *, note: str = "", **changes: Any) -> A:
     """The parent with some choices changed. Refuses an unknown field and a change that changes nothing."""
+    known = choices(type(parent))
     for field, value in changes.items():
-        if field not in CHOICES:
-            raise ConfigError(f"patch {name!r}: no choice is called {field!r}; {nearest(field, CHOICES)}")
+        if field not in known:
+            raise ConfigError(f"patch {name!r}: no choice is called {field!r}; {nearest(field, known)}")
         if getattr(parent, field) == value:
             raise ConfigError(f"patch {name!r}: {field}={value!r} is what {parent.name!r} already has. Leave it out")
     if not changes:
         raise ConfigError(f"patch {name!r} of {parent.name!r} changes nothing")
     return replace(parent, name=name, paper=paper, note=note, parent=parent, **changes)
+
+
+CHOICES = choices(Algorithm)
+"""The choices of an algorithm."""

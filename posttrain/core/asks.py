@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from posttrain.core import tree
-from posttrain.core.env import SandboxSettings
+from posttrain.core.env import Reward, SandboxSettings
 from posttrain.core.given import is_inline
+from posttrain.core.pieces.link import PreferencePiece
 from posttrain.core.pieces.piece import Piece
 from posttrain.core.run import Run
 from posttrain.core.stage import Stage
@@ -119,6 +120,15 @@ def _trackers(names: tuple[str, ...]) -> Found:
     return (Kind.OUTSIDE, "writes into your trackio project") if "trackio" in names else None
 
 
+def _reward(name: str) -> Found:
+    models = Reward(function=name).models
+    return _model(models[0]) if len(models) == 1 else _models(models) if models else _code(name)
+
+
+def _models(names: tuple[str, ...]) -> Found:
+    return Kind.OUTSIDE, " and ".join(found[1] for n in names if (found := _model(n)) is not None)
+
+
 Decision = Callable[[Any, Any], Found]
 
 DECIDED: dict[str, Decision] = {
@@ -129,7 +139,7 @@ DECIDED: dict[str, Decision] = {
     "Env.name": lambda x, _: _env(x),
     "Env.args": lambda x, env: (Kind.CODE, f"is given to the environment's code as {x!r}") if _env(env.name) else None,
     "Env.prompts": lambda x, _: _data(x),
-    "Reward.function": lambda x, _: _code(x),
+    "Reward.function": lambda x, _: _reward(x),
     "SandboxSettings.name": lambda x, _: _sandbox(x),
     "SandboxSettings.token": lambda x, _: _secret(x) if x != SandboxSettings().token else None,
     "Embedded.draft": lambda x, _: _model(x),
@@ -143,6 +153,7 @@ DECIDED: dict[str, Decision] = {
 HARMLESS = frozenset(
     {
         *("Run.recipe", "Run.deterministic", "Run.exact", "Run.record_episodes"),
+        "Reward.combine",
         "Run.fault",  # starts with --allow-fault only
         *(
             "Model.arch",
@@ -151,6 +162,7 @@ HARMLESS = frozenset(
             "Model.dtype",
             "Model.gradient_checkpointing",
             "Model.offload_activations",
+            "Model.offload_optimizer",
             "Model.share_prefixes",
             "Model.warm_up",
             "Model.history",
@@ -169,6 +181,9 @@ HARMLESS = frozenset(
             "Algorithm.whiten",
         ),
         *("Algorithm.ratio", "Algorithm.anchor", "Algorithm.aggregate", "Algorithm.filter"),
+        *("PreferenceAlgorithm.name", "PreferenceAlgorithm.paper", "PreferenceAlgorithm.note"),
+        *("PreferenceAlgorithm.rows", "PreferenceAlgorithm.against", "PreferenceAlgorithm.shift"),
+        *("PreferenceAlgorithm.match", "PreferenceAlgorithm.weights"),
         *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
         *("Embedded.update", "Embedded.timeline", "VLLM.eager"),
         "VLLM.server",  # of the installed package, on this machine alone
@@ -189,7 +204,7 @@ def decided(cls: type, name: str) -> Decision | None:
     if named in DECIDED:
         return DECIDED[named]
     own: Any = cls if issubclass(cls, Stage) else Stage
-    if named in HARMLESS or issubclass(cls, Piece) or name in own.harmless:
+    if named in HARMLESS or issubclass(cls, (Piece, PreferencePiece)) or name in own.harmless:
         return lambda x, _: None
     return (lambda x, _: _model(x)) if name in own.models else None
 

@@ -102,6 +102,10 @@ class Packed:
         """The episodes of one unit."""
         return np.array([unit]) if self.unit_E is None else np.flatnonzero(self.unit_E == unit)
 
+    def ids_of(self, episode: int) -> np.ndarray:
+        """The tokens of one episode."""
+        return self.ids_N[np.repeat(self.sequence_S == episode, self.lengths_S)]
+
     @classmethod
     def of(cls, segments: Sequence[Segment], sequence: Sequence[int] | None = None, **further: Any) -> Self:
         """Pack checked segments; `sequence[s]` is the episode of segment s (default: one segment each).

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core import files, reader, record
-from posttrain.core.algorithm import Algorithm, differences
+from posttrain.core.algorithm import differences
 from posttrain.core.checkpoint import Checkpoint, Checkpoints, Position, newest_good
 from posttrain.core.errors import InvariantError, RunFolderError, nearest
 from posttrain.core.gauge import Gauges, Step, merge
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.ladders import AnyAlgorithm
+from posttrain.core.run import Run
 from posttrain.core.scored import Credit
 from posttrain.core.shell import command_line
 from posttrain.core.tree import to_plain
@@ -38,8 +39,8 @@ AMENDED = "steps.amended.jsonl"
 """The record with another last line, until the checkpoint that goes with it is written."""
 
 
-def lineage(algorithm: Algorithm) -> list[dict[str, Any]]:
-    """The patches from REINFORCE to this algorithm, each with its changes; the user's own is the last."""
+def lineage(algorithm: AnyAlgorithm) -> list[dict[str, Any]]:
+    """The patches from the root of its ladder to this algorithm, each with its changes; the user's own is the last."""
     rows: list[dict[str, Any]] = []
     for a in algorithm.lineage():
         changed = differences(a.parent, a) if a.parent else {}
@@ -48,7 +49,8 @@ def lineage(algorithm: Algorithm) -> list[dict[str, Any]]:
 
 
 def _lineages(run: Run) -> dict[str, Any]:
-    return {s.name: lineage(s.algorithm) for s in run.stages if isinstance(s, Reinforce)}
+    found = ((s.name, getattr(s, "algorithm", None)) for s in run.stages)
+    return {name: lineage(a) for name, a in found if isinstance(a, AnyAlgorithm)}
 
 
 def _unwritable(folder: Path, error: OSError) -> str:
@@ -311,6 +313,12 @@ class Book:
         if not (self.folder / name).is_dir():
             with files.disk_full_is_reported(self.folder / name, self._checkpoints.still_good):
                 files.write_directory(self.folder / name, write)
+
+    def anew(self, name: str, write: Callable[[Path], object]) -> Path:
+        """A folder of files that can be computed again; one of this name is replaced. Returns where it is."""
+        with files.disk_full_is_reported(self.folder / name, self._checkpoints.still_good):
+            files.write_directory(self.folder / name, write)
+        return self.folder / name
 
     def close(self) -> None:
         try:

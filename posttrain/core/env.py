@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.stop import EpisodeLimits
 
 Scalar = str | int | float | bool
 
+MODEL = "model:"
+"""Begins a reward that is a reward model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """A reward source: a builtin name of the environment, or `path.py:function`."""
+    """A reward source: a builtin name of the environment, `path.py:function`, or a reward model."""
 
     function: str
-    """A verifier of posttrain (exact, last_integer, contains, math, code), or `path.py:function`."""
+    """A verifier of posttrain (exact, last_integer, contains, math, code), or `path.py:function`. `model:PATH`: a
+    reward model, in a directory, a run folder or on the hub; `model:A+B` combines several into one reward."""
     weight: float = 1.0
     """Factor of its score in the sum of all rewards."""
     workers: int = 0
@@ -26,14 +31,49 @@ class Reward:
     """Most seconds of one call: wall time in a thread, processor time in a worker. None: 30, and 3 for `math`."""
     resolution: float | None = None
     """Relative difference up to which two of its scores count as equal. Set it for a function that asks a model, to the
-    noise of that model's scores (for example 1e-3). None: 2^-40, right for a verifier."""
+    noise of that model's scores (for example 1e-3). None: 2^-40, right for a verifier, and the rounding of
+    `model.dtype` for a reward model."""
+    combine: Literal["mean", "worst"] = "mean"
+    """Of several reward models: their mean less `pessimism` standard deviations, or the worst."""
+    pessimism: float = 0.0
+    """How many standard deviations of several reward models are subtracted from their mean (2310.02743)."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The paths of its reward models; none where it is something else."""
+        if not self.function.startswith(MODEL):
+            return ()
+        return tuple(path.strip() for path in self.function.removeprefix(MODEL).split("+"))
 
     def __post_init__(self) -> None:
+        if self.models:
+            self._check_models()
+        elif self.combine != "mean" or self.pessimism:
+            raise ConfigError(
+                f"reward {self.function!r}: combine and pessimism are for several reward models (model:A+B); leave them"
+                " out"
+            )
         if self.workers < 0 or (self.timeout is not None and not self.timeout > 0):
             raise ConfigError(
                 f"reward {self.function!r}: workers={self.workers} must be >= 0 and timeout={self.timeout} > 0"
             )
         _check_resolution(f"reward {self.function!r}", self.resolution)
+
+    def _check_models(self) -> None:
+        if not all(self.models):
+            raise ConfigError(f"reward {self.function!r}: name a directory, a run folder or a hub id: model:PATH")
+        if self.workers or self.timeout is not None:
+            raise ConfigError(
+                f"reward {self.function!r} is computed by the learner's own forward pass: leave workers and timeout out"
+            )
+        if len(self.models) == 1 and (self.combine != "mean" or self.pessimism):
+            raise ConfigError(
+                f"reward {self.function!r} is one model, and combine and pessimism are for several: model:A+B"
+            )
+        if self.pessimism < 0 or (self.pessimism and self.combine == "worst"):
+            raise ConfigError(
+                f"reward {self.function!r}: pessimism={self.pessimism:g} must be >= 0, and 0 with combine=worst"
+            )
 
 
 def _check_resolution(what: str, resolution: float | None) -> None:
@@ -76,6 +116,11 @@ class Env:
     sandbox: SandboxSettings = SandboxSettings()
     resolution: float | None = None
     """Like `Reward.resolution`, for the environment's own verdicts where a model gives them."""
+
+    @property
+    def has_reward_models(self) -> bool:
+        """Whether reward models judge the answers, alone or beside others."""
+        return any(r.models for r in self.rewards)
 
     def __post_init__(self) -> None:
         _check_resolution(f"env {self.name}", self.resolution)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from posttrain.core.abilities import Abilities
+from posttrain.core.adapter import AdapterTrial
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauges, Step
@@ -112,18 +112,6 @@ class Reference(Examiner, Protocol):
         ...
 
 
-class AdapterTrial(Protocol):
-    """What is needed to show that a sampler computes with the learner's adapter."""
-
-    def loud(self) -> AbstractContextManager[None]:
-        """Inside, the adapter holds numbers that change log-probs by much; afterwards its own again, bit for bit."""
-        ...
-
-    def without(self, packed: Packed) -> np.ndarray:
-        """float32 [M]: log-probs of the model without its adapter."""
-        ...
-
-
 class Learner(Examiner, Protocol):
     """The model that is trained. It owns the modules; the trainer owns the optimizer and calls backward()."""
 
@@ -135,15 +123,27 @@ class Learner(Examiner, Protocol):
         value: bool,
         candidates_MK: np.ndarray | None = None,
         head_only: bool = False,
+        rewards: bool = False,
+        logp: bool = True,
     ) -> TokenScores:
         """Differentiable scores of one micro-batch; with `candidates_MK` also the log-probs of those tokens.
 
-        With `head_only` the gradient of the value stops at the value head and does not reach the policy.
+        With `head_only` the gradient of the value stops at the value head and does not reach the policy. With `rewards`
+        the reward head reads each segment. Without `logp` there are no log-probs, and the language-model head does
+        not run.
         """
+        ...
+
+    def rewards(self, packed: Packed) -> np.ndarray:
+        """float32 [S]: the reward head's score of each segment, without gradient."""
         ...
 
     def value(self, packed: Packed) -> np.ndarray:
         """float32 [M]: the value head's estimate before each spoken token, without gradient."""
+        ...
+
+    def collision(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: the probability that two draws at each spoken position are the same token, without gradient."""
         ...
 
     def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:

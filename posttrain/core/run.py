@@ -11,6 +11,7 @@ from typing import Literal
 
 from posttrain.core.adapter import Lora, check_frozen, check_served_elsewhere, refuse_dora
 from posttrain.core.algorithm import Algorithm
+from posttrain.core.device import check_device
 from posttrain.core.engines import Embedded, Engine, KernelChoice, engine_refusals
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
@@ -20,8 +21,6 @@ from posttrain.core.stage import Optimizer, Stage, refusals
 
 NAME = re.compile(r"\w[\w-]{0,63}")
 """Pattern of a stage's name."""
-DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
-"""Pattern of a device as torch names it."""
 
 Checkpointing = Literal["none", "selective", "full"]
 """Which activations are computed again in the backward pass: see `Model.gradient_checkpointing`."""
@@ -87,25 +86,19 @@ class Model:
     attention, which costs little. full: whole layers. true and false stand for full and none."""
     offload_activations: bool = False
     """Keep activations in the memory of the CPU until the backward pass. Only for accelerators."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's moments, and averages of the weights, in the memory of the CPU between steps. Each step
+    copies them to the device and back, some parameters at a time, and computes the same. Only for accelerators."""
     history: Literal["append", "rewrite"] = "append"
     """What to do where the chat template changes earlier turns of a conversation, for example drops their reasoning.
     append: refuse it. rewrite: each turn becomes a sequence of its own, after the conversation as
     it was then written."""
 
     def __post_init__(self) -> None:
-        if not DEVICE.fullmatch(self.device):
-            raise ConfigError(
-                f"model.device={self.device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu"
-            )
+        check_device(self.device, self.offload_activations, self.offload_optimizer)
         refuse_dora(self.lora, self.quantize)
         if isinstance(self.gradient_checkpointing, bool):
             object.__setattr__(self, "gradient_checkpointing", "full" if self.gradient_checkpointing else "none")
-        if self.offload_activations and self.device == "cpu":
-            raise ConfigError(
-                "model.offload_activations=true moves activations from an accelerator to the memory of the CPU; with"
-                " model.device=cpu they are there. Set it to false, or keep fewer with"
-                " model.gradient_checkpointing=selective"
-            )
         if self.compile and (self.gradient_checkpointing != "none" or self.offload_activations):
             raise ConfigError(
                 "model.compile=true keeps what its graphs decide to keep: set model.gradient_checkpointing=none"
@@ -280,6 +273,10 @@ class Reinforce(Stage):
     def optimizer_steps(self) -> int:
         """Optimizer steps per controller step."""
         return self.minibatches * self.epochs
+
+    @property
+    def algorithm_name(self) -> str:
+        return self.algorithm.name
 
     @property
     def contract(self) -> Sampling:

@@ -10,12 +10,21 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class Rewards:
+    """What a reward model's head gives for S segments: torch tensors, float32 at least."""
+
+    score: Any
+    """[S]: the one number of each segment."""
+    outputs: Any
+    """[S, K]: the numbers that the score is made of; [M, 1] of every spoken token where the head reads each."""
+
+
+@dataclass(frozen=True)
 class TokenScores:
     """Results of one differentiable forward pass for the M spoken tokens: torch tensors, float32 [M], on the model's
     device.
 
-    `entropy` is that of the distribution the token was drawn from. `entropy` and `value` are None where they were not
-    asked for.
+    `entropy` is that of the distribution the token was drawn from. What was not asked for is None.
     """
 
     logp: Any
@@ -23,6 +32,7 @@ class TokenScores:
     value: Any | None
     candidates: Any | None = None
     """[M, K]: log-probs of the candidate tokens that were asked for."""
+    rewards: Rewards | None = None
     computed: int | None = None
     """Positions that the layers computed: fewer than packed ones where shared beginnings are computed once."""
 

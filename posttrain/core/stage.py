@@ -9,12 +9,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.open import Open
 from posttrain.core.sampling import Sampling
+
+if TYPE_CHECKING:
+    from posttrain.core.judgements import Kind
 
 START = "start"
 """Value of `Stage.start` that means the model as it was loaded."""
@@ -173,6 +176,9 @@ class Stage(Open, begin=True):
     models: ClassVar[tuple[str, ...]] = ()
     """Names of the kind's own text fields that hold a model directory or hub id to load."""
 
+    leaves_policy: ClassVar[bool] = True
+    """Whether its weights are a policy's, from which other kinds of stage may start."""
+
     name: str
     """By which overrides and files address it."""
     start: str | None = None
@@ -253,6 +259,25 @@ class Stage(Open, begin=True):
         """Whether it reads demonstrations of the environment."""
         return False
 
+    @property
+    def algorithm_name(self) -> str:
+        """Name of its algorithm; '' where it has none."""
+        return ""
+
+    @property
+    def judged(self) -> Kind | None:
+        """The kind of judgement that it learns from; None where it learns from something else."""
+        return None
+
+    @property
+    def leaves_out_long(self) -> bool:
+        """Whether judgements that do not fit into the context are left out; else such data is refused."""
+        return False
+
+    def beside(self, stages: tuple[Stage, ...]) -> str:
+        """Why it cannot be in a run with these stages; '' where it can."""
+        return ""
+
     def refuses(self, env: str, styles: tuple[str, ...]) -> str:
         """Why this stage cannot use an environment of this name that writes demonstrations in these styles;
         '' where it can."""
@@ -282,6 +307,14 @@ def refusals(stages: tuple[Stage, ...]) -> Iterator[str]:
                 f"stage {s.name!r}: with hands_on=false and eval=false nothing is measured of it and no later stage"
                 f" starts from it; set {s.name}.eval=true or {s.name}.hands_on=true"
             )
+        begun = next((t for t in stages[:i] if t.name == starts(stages, s)), None)
+        if s.leaves_policy and begun is not None and not begun.leaves_policy:
+            yield (
+                f"stage {s.name!r} would start from the weights of {begun.name!r}, which are a reward model's and no"
+                f" policy's: set {begun.name}.hands_on=false, or {s.name}.start to a stage before it"
+            )
+        if why := s.beside(stages):
+            yield why
     if not any(s.hands_on for s in stages):
         yield (
             "no stage hands its weights on, so the run would end with the model it began with; set"

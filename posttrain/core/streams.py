@@ -121,6 +121,35 @@ WEIGHT = Stream(
     "weight", "float64", "the aggregation, written out per token and normalised over the minibatch", "every loss"
 )
 
+# --- from judgements --------------------------------------------------------------------------------------------------
+
+SIDE = Stream(
+    "side",
+    "int32",
+    "how its completion was judged: 1 chosen or good, 0 rejected or bad, or to how many of a list it was preferred",
+    "losses that learn from preferences",
+)
+MARGIN = Stream(
+    "margin",
+    "float64",
+    "by how much the chosen completion of its pair was preferred, as the data says",
+    "losses with a margin of the data",
+)
+RATING = Stream(
+    "rating",
+    "float64",
+    "the ratings of its completion, one for each attribute; NaN where it has none",
+    "reward models that learn ratings",
+    wide=True,
+)
+
+OPPONENT = Stream(
+    "opponent",
+    "bool",
+    "the completions that the policy's opponent said: the reference, or a mixture with it",
+    "losses of pairs that are drawn against an opponent (XPO, Nash-MD)",
+)
+
 # --- from models: forward passes without gradient, in the order of SCORED ---------------------------------------------
 
 
@@ -167,6 +196,12 @@ ENTROPY = Stream(
 )
 ENERGY = Stream(
     "energy", "float32", "|d log pi / d logits|^2 of each token, at the start of the step", "baseline=energymean"
+)
+COLLISION = Stream(
+    "collision",
+    "float32",
+    "the probability that two draws at a token's position are the same, sum_v pi_v^2, at the start of the step",
+    "weights=wpo",
 )
 TOP_IDS = Stream(
     "top_ids",

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-
-from posttrain.core.experience import Experience
-from posttrain.core.gauge import Gauge, Gauges, merge
-from posttrain.core.scored import Credit
-from posttrain.core.types import Episode, Group
-from posttrain.core.verdict import SOLVED, State, failed
 
 
 @dataclass(frozen=True)
@@ -131,6 +121,64 @@ REGISTRY: dict[str, Definition] = {
     ),
     "sft/loss": Definition("mean negative log-prob of a demonstrated token", "nats", "falls"),
     "sft/tokens": Definition("demonstrated tokens an optimizer step", "tokens", "steady"),
+    "ranking/loss": Definition("a reward model's loss, mean over judgements", "nats", "falls, below log 2 for pairs"),
+    "ranking/accuracy": Definition(
+        "share of judged pairs (of labels) in the minibatch whose scores are in their order, a tie counts half",
+        "share",
+        "rises above 0.5; at 1 it has learned its pairs by heart",
+    ),
+    "ranking/margin": Definition(
+        "score of the better completion - of the worse one, mean over pairs", "score", "rises slowly from 0"
+    ),
+    "ranking/score": Definition("a reward model's score, mean over completions", "score", "near 0 with centring"),
+    "ranking/score_square": Definition(
+        "its square; with ranking/score gives the standard deviation", "score^2", "steady"
+    ),
+    "ranking/error": Definition("|output - rating|, mean over rated attributes", "rating", "falls"),
+    "preference/loss": Definition(
+        "the loss of a preference algorithm, with what it adds", "1", "falls; log 2 at the first step of dpo"
+    ),
+    "preference/tokens": Definition("judged tokens an optimizer step", "tokens", "steady"),
+    "preference/pairs": Definition(
+        "pairs that a step found among its own samples", "1", "near the prompts of a step; 0: nothing is learned"
+    ),
+    "preference/tied": Definition(
+        "share of prompts whose samples were judged alike, up to rounding; they make no pair", "share", "< 0.7"
+    ),
+    "preference/gap": Definition(
+        "reward of the chosen sample minus that of the rejected one, over the pairs of a step", "reward", "> 0"
+    ),
+    "heldout/agreement": Definition(
+        "share of held-out pairs that the stage's scores order as they were judged; a tie counts half",
+        "share",
+        "rises; 0.5 before a stage whose reference is its own start",
+    ),
+    "heldout/margin": Definition(
+        "mean score of the chosen held-out completion minus that of the rejected one", "1", "rises"
+    ),
+    "preference/accuracy": Definition(
+        "share of pairs whose chosen completion has the larger reward u = beta h, ties half; of labels, the share "
+        "whose reward less the shift has the label's sign",
+        "share",
+        "0.5 at first, then rises",
+    ),
+    "preference/margin": Definition(
+        "u of the chosen minus u of the rejected completion, mean over pairs", "1", "rises"
+    ),
+    "preference/chosen_reward": Definition(
+        "u of chosen or good completions, less the shift where there is one", "1", "above that of the rejected"
+    ),
+    "preference/rejected_reward": Definition(
+        "u of rejected or bad completions, less the shift where there is one", "1", "falls"
+    ),
+    "preference/chosen_logp": Definition(
+        "log-prob of a chosen or good completion, summed over its tokens",
+        "nats",
+        "may fall while the margin rises; far below its start the policy forgets what it should say",
+    ),
+    "preference/rejected_logp": Definition(
+        "log-prob of a rejected or bad completion, summed over its tokens", "nats", "falls"
+    ),
     "canary/logp_gap": Definition(
         "|log-prob of learner - of sampler| with equal weights, mean over tokens", "nats", "the dtype's noise"
     ),
@@ -155,6 +203,11 @@ REGISTRY: dict[str, Definition] = {
         "of the size of its terms",
         "1",
         "rounding",
+    ),
+    "canary/reference_gap": Definition(
+        "largest log-ratio of policy to reference before the first step of a stage whose reference is its own start",
+        "nats",
+        "the dtype's noise",
     ),
     "canary/update_gap": Definition(
         "largest departure of the first optimizer step from the configured one",
@@ -293,87 +346,3 @@ REGISTRY: dict[str, Definition] = {
         "prompt tokens taken from a sibling's prefill, per prompt token asked for", "share", "towards 1 - 1 / siblings"
     ),
 }
-
-
-def components(episodes: Sequence[Episode]) -> Gauges:
-    """Gauges of each source's raw scores, one count per episode, and of the kinds of its verdicts."""
-    scores: defaultdict[str, list[float]] = defaultdict(list)
-    kinds: Counter[str] = Counter()
-    silent: Counter[str] = Counter()
-    judged = 0
-    for e in episodes:
-        own: defaultdict[str, list[float]] = defaultdict(list)
-        for j in e.verdicts:
-            judged += 1
-            family = "failed" if j.verdict.state is State.FAILED else "verdict"
-            kinds[f"{family}/{j.verdict.kind}"] += bool(j.verdict.kind)
-            silent[f"abstained/{j.source}"] += j.counts and j.verdict.state is State.ABSTAIN
-            if j.counts and j.verdict.score is not None:
-                own[j.source].append(j.verdict.score)
-        for source, given in own.items():
-            scores[source].append(sum(given))
-    found = {f"reward/{source}": Gauge.of(x) for source, x in sorted(scores.items())}
-    found |= {name: Gauge(n, len(episodes)) for name, n in sorted(silent.items()) if n}
-    return found | {name: Gauge(n, judged) for name, n in sorted(kinds.items()) if n}
-
-
-def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
-    """Gauges of a step's rollout and credit, with the groups that the filter refused."""
-    played, version, refused, spare = asked.played, asked.version, len(asked.refused), len(asked.spare)
-    episodes = [e for g in played for e in g.episodes if not e.shown]
-    rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
-    credits = [e for g in credit.groups for e in g.episodes]
-    said = [s.version[s.mask] for e in episodes for s in e.segments]
-    versions = np.concatenate(said) if said else np.zeros(0, np.int32)
-    advantages = [a for e in credits for a in e.advantage]
-    logp = [s.logp[s.mask] for e in episodes for s in e.segments]
-    return {
-        **components(episodes),
-        **merge(*(g.logged for g in played)),
-        "rollout/reward": Gauge.of(rewards),
-        "rollout/solved": Gauge.of(rewards >= SOLVED),
-        "rollout/mixed": Gauge.of([g.mixed for g in played]),
-        "rollout/unjudged": Gauge.of([e.reward is None for e in episodes]),
-        "rollout/failed": Gauge.of([failed(e.verdicts) for e in episodes]),
-        "rollout/abstained": Gauge.of([e.reward is None and not failed(e.verdicts) for e in episodes]),
-        "rollout/tokens": Gauge.of([e.spoken for e in episodes]),
-        "rollout/truncated": Gauge.of([e.stop.cut for e in episodes]),
-        "rollout/entropy": Gauge.of(-np.concatenate(logp).astype(np.float64) if logp else np.zeros(0)),
-        "rollout/aborted": Gauge(sum(g.aborted for g in played), len(episodes) + sum(g.aborted for g in played)),
-        "rollout/groups": Gauge(len(credit.groups), 1),
-        "rollout/refused": Gauge(refused, len(played)),
-        **({"rollout/spare": Gauge(spare, len(played))} if refused or spare else {}),
-        "rollout/versions_behind": Gauge.of(version - versions),
-        "credit/silent": Gauge.of([g.silent for g in credit.groups]),
-        "credit/shaped": Gauge.of([e.shaped for e in credits]),
-        "credit/dropped": Gauge.of([bool(e.dropped) for e in credits]),
-        "credit/advantage_abs": Gauge.of(np.abs(np.concatenate(advantages)) if advantages else np.zeros(0)),
-    }
-
-
-def unjudged_words(played: Sequence[Group]) -> str:
-    """Which episodes could not be judged and why, in words; '' where all were judged.
-
-    For example "2 failed: mine: raised x 2 (line 3: ...). 1 abstained: no source gave a score".
-    """
-    episodes = [e for g in played for e in g.episodes]
-    broken = sum(failed(e.verdicts) for e in episodes)
-    silent = sum(e.reward is None for e in episodes) - broken
-    kinds = "; ".join(
-        f"{name} x {n} ({why})" if why else f"{name} x {n}" for name, (n, why) in failures(played).items()
-    )
-    out = [f"{broken} failed: {kinds}"] if broken else []
-    return ". ".join([*out, f"{silent} abstained: no source gave a score"] if silent else out)
-
-
-def failures(played: Sequence[Group]) -> dict[str, tuple[int, str]]:
-    """Failed verdicts by source and kind: their number, and the reason of the first one."""
-    out: dict[str, tuple[int, str]] = {}
-    for group in played:
-        for episode in group.episodes:
-            for j in episode.verdicts:
-                if j.verdict.state is State.FAILED:
-                    name = f"{j.source}: {j.verdict.kind}"
-                    count, why = out.get(name, (0, j.verdict.why))
-                    out[name] = (count + 1, why)
-    return out

@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from posttrain.core.interval import Gain
+from posttrain.core.env import Env
+from posttrain.core.interval import Gain, Score
 from posttrain.core.reader import steps
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.shell import command_line
@@ -60,6 +61,8 @@ def stage_learned(run: Run, s: StageOutcome, folder: str) -> Learning:
     did not has its own word, since a policy may be paid for other things than right answers.
     """
     if s.unpaired or s.accuracy is None or s.reward is None or s.start is None or s.end is None:
+        if s.end is None and s.agreement is not None and s.agreement_before is not None and s.updates:
+            return _ordering(s, s.agreement, s.agreement_before)
         return Learning(
             "cannot be told", f"cannot be told whether {s.name} learned: {s.unpaired}", _how_to_tell(run, s, folder)
         )
@@ -92,6 +95,24 @@ def stage_learned(run: Run, s: StageOutcome, folder: str) -> Learning:
             return Learning("cannot be told", told, (_more_prompts(run, s, gain), *_after_nothing(run, s, folder)[:2]))
 
 
+def _ordering(s: StageOutcome, after: Score, before: float) -> Learning:
+    """The answer for a stage whose data has pairs and no reward: it goes by the held-out pairs."""
+    figures = f"it orders {after} of held-out pairs as they were judged, and {before:.3f} before"
+    unseen = "whether its answers are better is not measured: give env.rewards, which judge what it samples"
+    blind = (unseen,) if s.stage.leaves_policy else ()
+    if after.low > before:
+        return Learning("learned", f"{s.name} learned the pairs: {figures}", blind)
+    if after.high < before:
+        return Learning("got worse", f"{s.name} got worse: {figures}", (_slower(s), *blind))
+    told = f"cannot be told whether {s.name} learned: {figures}"
+    more = f"more steps, or more held-out pairs (env.heldout): {s.name}.steps={2 * s.stage.steps}"
+    return Learning("cannot be told", told, (more, *blind))
+
+
+def _slower(s: StageOutcome) -> str:
+    return f"lower the learning rate: {s.name}.optimizer.lr={s.stage.optimizer.lr / 3:.1g}"
+
+
 def _width(s: StageOutcome) -> float:
     scales = [m.scale for m in (s.start, s.end) if m is not None]
     return max(h for _, h in scales) - min(low for low, _ in scales)
@@ -113,6 +134,11 @@ def _figures(s: StageOutcome, gain: Gain) -> str:
     return f"{gain.before:.3f} -> {gain.after:.3f} ({at}), gain {gain}, paired over {gain.prompts} prompts"
 
 
+def judged(env: Env) -> bool:
+    """Whether anything judges answers there. Data that was judged beforehand may come without rewards."""
+    return env.name != "prompts" or bool(env.rewards)
+
+
 # --- what to try -----------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +147,8 @@ def _how_to_tell(run: Run, s: StageOutcome, folder: str) -> tuple[str, ...]:
     env = "env" if s.stage.env is None else f"{s.name}.env"
     if not run.env_of(s.stage).heldout:
         return (f"hold prompts out: {env}.heldout=100",)
+    if not judged(run.env_of(s.stage)):
+        return (f"give {env}.rewards, which judge what the model samples",)
     if not s.stage.eval:
         return (f"measure it: {s.name}.eval=true",)
     if not run.record_episodes:
@@ -167,7 +195,7 @@ def _after_learning(s: StageOutcome) -> tuple[str, ...]:
 
 
 def _after_worse(run: Run, s: StageOutcome) -> tuple[str, ...]:
-    rate = f"lower the learning rate: {s.name}.optimizer.lr={s.stage.optimizer.lr / 3:.1g}"
+    rate = _slower(s)
     points = s.heldout
     best = max(points, key=lambda p: p[1], default=(0, 0.0))
     if 0 < best[0] < s.steps and best[1] > points[0][1] + 0.01:

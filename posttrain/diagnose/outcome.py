@@ -25,6 +25,10 @@ Curve = tuple[tuple[int, float], ...]
 """(step of the stage, value), in order."""
 
 
+LOSSES = ("sft/loss", "preference/loss", "ranking/loss")
+"""Gauges of the loss of stages that learn from data."""
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One held-out evaluation, with the place in the run at which it was made."""
@@ -78,6 +82,9 @@ class StageOutcome:
     updates: int = 0
     """Optimizer steps that its steps took. A step without credit takes none."""
     time_of: str | None = None
+    agreement: Score | None = None
+    """Share of held-out pairs that the stage's scores order as they were judged; None where it reads no judgements."""
+    agreement_before: float | None = None
     began: str = START
     """Name of the weights it started from."""
 
@@ -165,6 +172,8 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         seconds = known.get("seconds")
         roles = {str(k): float(v) for k, v in known.get("roles", {}).items()}
         peaks = {str(k): float(v) for k, v in known.get("peaks", {}).items()}
+        agreement = _score(known["agreement"]) if known.get("agreement") else None
+        before = None if known.get("agreement_before") is None else float(known["agreement_before"])
         greedy = None if greedy is None else float(greedy)
         seconds = None if seconds is None else float(seconds)
     unpaired = _unpaired(run, stage, taken, start, end)
@@ -179,7 +188,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         reward=paid_gain(*both) if both else None,
         unpaired=unpaired,
         rewards=_curve(steps, "rollout/reward"),
-        losses=_curve(steps, "sft/loss"),
+        losses=next((c for n in LOSSES if (c := _curve(steps, n))), ()),
         heldout=_with_ends(_curve(steps, "eval/accuracy"), start, end, "accuracy"),
         heldout_reward=_with_ends(_curve(steps, "eval/reward"), start, end, "reward"),
         greedy=greedy,
@@ -188,6 +197,8 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         peaks=peaks,
         updates=_updates(steps),
         time_of=stage.time_of,
+        agreement=agreement,
+        agreement_before=before,
         began=starts(run.stages, stage),
     )
 

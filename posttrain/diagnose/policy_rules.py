@@ -16,6 +16,8 @@ NEAR = 2.5e-6
 hundred times 2e-7."""
 STILL = 8
 """Steps in a row that change nothing, before that is said."""
+SOLVED_SHARE = 0.9
+"""Share of right answers above which a policy has so little left to learn that small steps say nothing."""
 GOOD = 2e-3
 """Nats a token of a step that learns well. The learning rate that is named aims at it: the distance grows with its
 square."""
@@ -109,7 +111,7 @@ def update_too_large(history: Sequence[Step], stage: Reinforce) -> str:
 @rule
 def update_too_small(history: Sequence[Step], stage: Reinforce) -> str:
     """Eight steps in a row have credit and the whole learning rate, and none changes the policy by 2.5e-6 nats a
-    token."""
+    token, though less than nine in ten answers are right: a policy that is sure and right has little to change."""
     recent = history[-STILL:]
     near = last(history, "policy/kl_step", STILL)
     if not near or max(near) >= NEAR or not all(warm(stage, s) and mean(s, "credit/advantage_abs") for s in recent):
@@ -118,6 +120,8 @@ def update_too_small(history: Sequence[Step], stage: Reinforce) -> str:
         min(last(history, "optim/grad_norm", STILL), default=0.0) <= 1e-6
         or average(last(history, "credit/silent", 8)) > 0.9
     ):
+        return ""
+    if min(last(history, "rollout/solved", STILL), default=0.0) >= SOLVED_SHARE:
         return ""
     update = mean(history[-1], "optim/update")
     size = f" (weights by {update:.1g} of their size)" if update is not None else ""

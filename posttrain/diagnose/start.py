@@ -23,12 +23,13 @@ def written(task: Task) -> str:
     return " ".join(text.casefold().split())
 
 
-def data_notes(train: TaskSource, heldout: Sequence[Task]) -> list[str]:
-    """Notes on a finite set of training tasks; none where tasks are generated without end."""
+def data_notes(train: TaskSource, heldout: Sequence[Task], repeats: bool = False) -> list[str]:
+    """Notes on a finite set of training tasks; none where tasks are generated without end. `repeats`: prompts are meant
+    to come several times, as where several pairs have one."""
     if train.count is None:
         return []
     prompts = list(_read(train.task(i) for i in range(min(train.count, READ))))
-    return [*repeated(prompts), *leaked(prompts, heldout)]
+    return [*(() if repeats else repeated(prompts)), *leaked(prompts, heldout)]
 
 
 def _read(tasks: Iterable[Task]) -> Iterator[str]:

@@ -273,7 +273,7 @@ class ScoresTokens(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TrialOfAdapter:
-    """`core.ports.AdapterTrial` of a learner."""
+    """`core.adapter.AdapterTrial` of a learner."""
 
     module: nn.Module
     scorer: ScoresTokens

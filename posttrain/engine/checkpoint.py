@@ -27,7 +27,7 @@ from posttrain.engine.vocabulary import quiet
 
 
 def read_pretrained(
-    path: str, dtype: torch.dtype, trust_remote_code: bool
+    path: str, dtype: torch.dtype, trust_remote_code: bool, kind: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, list[str]]:
     """(module on CPU with attention "posttrain", tokenizer, notes for people), from a local directory or a hub id.
 
@@ -40,7 +40,7 @@ def read_pretrained(
         config = _config(where, trust_remote_code)
         notes = _silence_dropout(config)
         tokenizer = _tokenizer(where, trust_remote_code)
-        module = _weights(where, config, dtype, trust_remote_code, notes)
+        module = _weights(where, config, dtype, trust_remote_code, notes, kind)
     return module, tokenizer, notes
 
 
@@ -115,10 +115,10 @@ def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
 
 
 def _weights(
-    where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bool, notes: list[str]
+    where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bool, notes: list[str], kind: Any
 ) -> PreTrainedModel:
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             where,
             config=config,
             dtype=dtype,

@@ -28,6 +28,7 @@ from posttrain.engine.activations import keep_less, kept_on_the_cpu
 from posttrain.engine.adapter import TrialOfAdapter
 from posttrain.engine.compiled import warmed_up
 from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
+from posttrain.engine.heads import NAME, RewardHead, value_head
 from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.models import Policy, named_tensors, served_tensors
@@ -38,6 +39,8 @@ from posttrain.engine.stateful import Alone, is_stateful
 from posttrain.engine.transform import logit_dtype
 from posttrain.engine.wide_head import prove_logprobs
 
+HEADS = ("value_head.", f"{NAME}.")
+"""Begin the names of parameters that no log-prob depends on."""
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""
 MAX_EXACT_PARAMETERS = 1 << 24
@@ -66,9 +69,10 @@ class HFLearner:
     ) -> None:
         self.policy = policy
         self._sampled = sampled
-        self.value_head = _zero_head(policy)
-        self._frozen: dict[str, str] | None = None
         self._reader = _PackedReader(policy)
+        self.value_head = value_head(self._reader.out.weight.shape[1], logit_dtype(policy.dtype), policy.device)
+        self.reward_head = policy.reward_head
+        self._frozen: dict[str, str] | None = None
         self._offload = offload_activations
         keep_less(policy.module, gradient_checkpointing)
 
@@ -80,26 +84,45 @@ class HFLearner:
         value: bool,
         candidates_MK: np.ndarray | None = None,
         head_only: bool = False,
+        rewards: bool = False,
+        logp: bool = True,
     ) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
-        before = self._reader.computed
+        before, head = self._reader.computed, self._head() if rewards else None
         with kept_on_the_cpu() if self._offload else nullcontext():
-            hidden = self._reader.hidden(packed)
-        logp, spread = self._reader.head(packed, hidden, entropy)
+            more = [] if head is None else [head.places(packed)]
+            hidden = self._reader.hidden(packed, np.concatenate([packed.source_M, *more]))
+        given = None if head is None else head.read(packed, hidden[packed.spoken :])
+        hidden = hidden[: packed.spoken]
+        if not logp:
+            return TokenScores(None, None, None, rewards=given, computed=self._reader.computed - before)
+        logp_M, spread = self._reader.head(packed, hidden, entropy)
         if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
-            logp = logp - logp.detach() + self._sampled(packed)  # 0 + x is x
+            logp_M = logp_M - logp_M.detach() + self._sampled(packed)  # 0 + x is x
         candidates = (
             None
             if candidates_MK is None
             else self._reader.candidates(packed, hidden, _to(candidates_MK, hidden.device))
         )
         return TokenScores(
-            logp,
+            logp_M,
             spread,
             self._values(hidden.detach() if head_only else hidden) if value else None,
             candidates,
+            given,
             self._reader.computed - before,
         )
+
+    def rewards(self, packed: Packed) -> np.ndarray:
+        """float32 [S]: the reward head's score of each segment, without gradient."""
+        with _forward_only(self.policy.module):
+            head, reader = self._head(), self._reader
+            return _joined([head.read(p, reader.hidden(p, head.places(p))).score for p in packed.split(SCORE_TOKENS)])
+
+    def _head(self) -> RewardHead:
+        if self.reward_head is not None:
+            return self.reward_head
+        raise InvariantError("this learner has no reward head: a run with a stage of kind RewardModel gives it one")
 
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M] entropies, without gradient."""
@@ -108,6 +131,10 @@ class HFLearner:
     def energy(self, packed: Packed) -> np.ndarray:
         """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
         return self._reader.energy(packed)
+
+    def collision(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: the probability that two draws at each spoken position are the same token."""
+        return self._reader.energy(packed, targeted=False)
 
     def top(self, packed: Packed, k: int) -> Top:
         """The `k` most probable tokens at each spoken position; 0: all of them."""
@@ -135,7 +162,7 @@ class HFLearner:
 
         def measure() -> tuple[Tensor, dict[str, Tensor]]:
             self.train_mode(True)
-            trained = {n: p for n, p in self.parameters().items() if not n.startswith("value_head.")}
+            trained = {n: p for n, p in self.parameters().items() if not n.startswith(HEADS)}
             logp = self._reader.head(packed, self._reader.hidden(packed), False)[0]
             found = torch.autograd.grad(logp.sum(), list(trained.values()), allow_unused=True)
             self.train_mode(False)
@@ -166,9 +193,10 @@ class HFLearner:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by name: the policy's in the module's order, each tied one once, then those of the value
-        head under `value_head.`."""
+        head under `value_head.`, and of a reward head under `reward_head.`."""
         policy = {n: p for n, p in named_tensors(self.policy.module) if isinstance(p, nn.Parameter) and p.requires_grad}
-        return policy | {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
+        heads = {"value_head": self.value_head} | ({} if self.reward_head is None else {NAME: self.reward_head})
+        return policy | {f"{name}.{n}": p for name, head in heads.items() for n, p in head.named_parameters()}
 
     def shards(self) -> Iterator[Shard]:
         """The policy's weights under their state-dict names, or those of its adapter alone where it has one. Each tied
@@ -261,8 +289,8 @@ class _PackedReader:
         """Positions computed so far."""
         return self._rows.computed
 
-    def hidden(self, packed: Packed) -> Tensor:
-        """[M, H]: the hidden state that predicts each spoken token.
+    def hidden(self, packed: Packed, at: np.ndarray | None = None) -> Tensor:
+        """[M, H]: the hidden state that predicts each spoken token, or those `at` these packed positions.
 
         Raises:
             DataError: a segment is longer than the context, so it has positions that the model does not have.
@@ -273,7 +301,7 @@ class _PackedReader:
                 f"a segment of {longest} tokens in a context of {self.context}: raise model.context, or shorten prompts"
                 " and sampling.max_tokens"
             )
-        return self._rows.hidden(packed)
+        return self._rows.hidden(packed, at)
 
     def head(self, packed: Packed, hidden: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-prob, entropy or None) [M] each."""
@@ -313,15 +341,14 @@ class _PackedReader:
                 parts.append(odds(hidden, out.weight, out.bias, target, temperatures, **self._contract(part)))
             return Odds(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)))
 
-    def energy(self, packed: Packed) -> np.ndarray:
-        """float32 [M], forward only."""
+    def energy(self, packed: Packed, targeted: bool = True) -> np.ndarray:
+        """float32 [M], forward only; not `targeted`: of the distribution alone."""
         out, parts = self.out, list[Tensor]()
         with _forward_only(self.module):
             for part in packed.split(SCORE_TOKENS):
                 hidden = self.hidden(part)
-                parts.append(
-                    energies(hidden, out.weight, out.bias, _to(part.target_M, hidden.device), **self._contract(part))
-                )
+                target = _to(part.target_M, hidden.device) if targeted else None
+                parts.append(energies(hidden, out.weight, out.bias, target, **self._contract(part)))
             return _joined(parts)
 
     def candidates(self, packed: Packed, hidden: Tensor, ids_MK: Tensor) -> Tensor:
@@ -348,16 +375,6 @@ class _PackedReader:
             "softcap": out.softcap,
             "scale": out.scale,
         }
-
-
-def _zero_head(policy: Policy) -> nn.Linear:
-    """A linear head hidden -> 1, all zeros, so that the first value estimate is 0 everywhere. It
-    uses no random generator."""
-    width = read_out(policy.module).weight.shape[1]
-    head = nn.Linear(width, 1, device="meta", dtype=logit_dtype(policy.dtype)).to_empty(device=policy.device)
-    for p in head.parameters():
-        nn.init.zeros_(p)
-    return head
 
 
 def _to(x: np.ndarray, device: torch.device) -> Tensor:

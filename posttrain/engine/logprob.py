@@ -152,7 +152,7 @@ def energies(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    targets: Tensor,
+    targets: Tensor | None,
     *,
     sampling: Sampling,
     kept: Kept | None = None,
@@ -160,7 +160,8 @@ def energies(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract. z is the input of the softmax."""
+    """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract. z is the input of the softmax.
+    Without targets |p|^2, the probability that two draws are the same."""
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
@@ -169,8 +170,9 @@ def energies(
     for rows, blocks in _scored(hidden, weight, bias, transform):
         energy = hidden.new_zeros(rows.stop - rows.start, dtype=logit_dtype(weight.dtype))
         for first, p in normalised(blocks, torch.softmax, single)():
-            place, inside = within(targets[rows, None].long() - first, p.shape[1])
-            p.scatter_add_(1, place, -inside.to(p.dtype))
+            if targets is not None:
+                place, inside = within(targets[rows, None].long() - first, p.shape[1])
+                p.scatter_add_(1, place, -inside.to(p.dtype))
             energy += torch.linalg.vecdot(p, p)
         out.append(energy)
     return torch.cat(out)

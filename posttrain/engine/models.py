@@ -24,6 +24,7 @@ from posttrain.engine.adapter import attach
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
 from posttrain.engine.fingerprint import fingerprint, fingerprints
+from posttrain.engine.heads import RewardHead
 from posttrain.engine.quantise import is_quantised, quantise, weights_of
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.saved_adapter import load_saved, saved_adapter
@@ -68,6 +69,8 @@ class Policy:
     """Of weights in few bits: the fingerprint that they had before."""
     share_prefixes: bool = True
     """Whether learner and reference compute shared beginnings once: `Model.share_prefixes`."""
+    reward_head: RewardHead | None = None
+    """The head of a reward model, trained with the weights; None where no stage trains one."""
 
     @property
     def device(self) -> torch.device:

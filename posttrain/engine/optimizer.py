@@ -2,7 +2,8 @@
 
 Weights below float32 have float32 master copies, so that updates smaller than a weight's rounding add up. In a float16
 run the loss is scaled (`loss_scale`), and all parameters have copies, in which the unscaled gradient is summed. The
-whole state of an optimizer is a set of named tensors.
+whole state of an optimizer is a set of named tensors. What the rules keep of each parameter, and averages, can be in
+the memory of the CPU between steps (`offload`); copies, in which gradients are summed, stay on the device.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.stage import fits
 from posttrain.engine.loss_scale import WORDS, LossScale
+from posttrain.engine.offload import StateAtHome, groups
 from posttrain.engine.update_rules import Moments, Momentum, Orthogonal, UpdateRule
 
-NOT_HIDDEN = ("embed*", "*_embed*", "wte", "wpe", "lm_head", "embed_out", "value_head")
+NOT_HIDDEN = ("embed*", "*_embed*", "wte", "wpe", "lm_head", "embed_out", "value_head", "reward_head")
 """Patterns of matrices that Muon leaves to AdamW: they turn tokens or positions into vectors, or vectors into scores,
 and their singular directions mean nothing together."""
 
@@ -36,6 +38,7 @@ class StageOptimizer:
             change parameters without a gradient, nor those that `config` freezes.
         kernels: the choice of kernels (`Model.kernels`).
         scaled: whether losses are scaled, because the model computes in float16.
+        home: where moments and averages are between steps; None: on the device of their parameters.
     """
 
     def __init__(
@@ -44,8 +47,10 @@ class StageOptimizer:
         config: Optimizer,
         kernels: KernelChoice = "auto",
         scaled: bool = False,
+        home: torch.device | None = None,
     ) -> None:
         self.config = config
+        self._home = None if home is None else StateAtHome(home)
         self._scale = LossScale() if scaled else None
         self.steps = 0
         """Optimizer steps taken."""
@@ -60,7 +65,8 @@ class StageOptimizer:
         for rule, names in self._divided():
             made = rule({n: self._moved[n] for n in names}, config, {n: config.rate(n) for n in names}, kernels)
             self._rules |= dict.fromkeys(names, made)
-        self._average = {n: t.detach().clone() for n, t in self._moved.items()} if config.ema is not None else {}
+        kept = self._moved.items() if config.ema is not None else ()
+        self._average = {n: self._stored(t.detach().clone()) for n, t in kept}
 
     def rule_of(self, name: str, tensor: Tensor) -> Rules:
         """Which rule updates a parameter."""
@@ -103,17 +109,18 @@ class StageOptimizer:
             out.append(f"the loss is scaled by {self._scale.value:g} at first")
         if self.config.ema is not None:
             out.append(f"a moving average of the weights is kept (decay {self.config.ema:g})")
+        if self._home is not None:
+            out.append(f"its state is in the memory of the {self._home.home.type.upper()} between steps")
         return "; ".join(out)
 
     def pending_bytes(self) -> int:
-        """Bytes of state that the next step will add: all of it before the first step, then none."""
-        new = (
-            (word, form)
-            for name, rule in self._rules.items()
-            if not rule.state(name)
-            for word, form in rule.forms(name).items()
-        )
-        return sum((1 if word.endswith("codes") else 4) * form.numel() for word, form in new if form is not None)
+        """Bytes of state that the next step will add on the device: all of it before the first step, then none. Of a
+        state that is elsewhere between steps: those of the largest group of parameters, in every step."""
+        size: dict[UpdateRule, int] = {}
+        for name, rule in self._rules.items():
+            if self._home is not None or not rule.state(name):
+                size[rule] = size.get(rule, 0) + rule.bytes(name)
+        return sum(size.values()) if self._home is None else max(size.values(), default=0)
 
     def trained(self) -> dict[str, Tensor]:
         """The tensors that a step updates, by parameter: the float32 master where there is one,
@@ -140,10 +147,12 @@ class StageOptimizer:
                 torch.nn.utils.clip_grads_with_norm_(with_grad, self.config.clip, norm)
             lr = self.lr
             for rule in dict.fromkeys(self._rules.values()):
-                rule.step(lr)
+                self._step(rule, lr)
             self.steps += 1
             self._publish_masters()
             self._follow_average()
+            if self._home is not None:
+                self._home.wait(norm.device)
         if self._scale is not None:
             self._scale.after(size)
         for t in (*self._moved.values(), *self._parameters.values()):
@@ -201,6 +210,8 @@ class StageOptimizer:
             rule.inner.state.pop(rule.tensors[name], None)
             if new[name]:
                 rule.load(name, new[name])
+                tensor = rule.tensors[name]
+                rule.inner.state[tensor] = {word: self._stored(x) for word, x in rule.inner.state[tensor].items()}
         for name, tensor in held.items():
             if tensor is not None:
                 copies[name].copy_(tensor)
@@ -220,11 +231,26 @@ class StageOptimizer:
                 p.grad = None
 
     def _divided(self) -> Iterator[tuple[Rules, list[str]]]:
-        """The rules with the names of their parameters, in the order of the parameters."""
+        """The rules with the names of their parameters, in the order of the parameters; several of a kind where their
+        state is elsewhere between steps."""
         by_rule: dict[Rules, list[str]] = {}
         for name, tensor in self._moved.items():
             by_rule.setdefault(self.rule_of(name, tensor), []).append(name)
-        yield from by_rule.items()
+        for rule, names in by_rule.items():
+            of_rule = {n: self._moved[n] for n in names}
+            for group in [names] if self._home is None else groups(of_rule):
+                yield rule, group
+
+    def _step(self, rule: UpdateRule, lr: float) -> None:
+        if self._home is None:
+            rule.step(lr)
+            return
+        with self._home.fetched(rule.inner.state, [t for t in rule.tensors.values() if t.grad is not None]):
+            rule.step(lr)
+
+    def _stored(self, part: Tensor) -> Tensor:
+        """A tensor of state where it is between steps."""
+        return part if self._home is None else self._home.stored(part)
 
     @torch.no_grad()
     def _follow_weights(self) -> None:
@@ -241,9 +267,13 @@ class StageOptimizer:
 
     @torch.no_grad()
     def _follow_average(self) -> None:
-        if self.config.ema is not None:
-            for name, average in self._average.items():
+        if self.config.ema is None:
+            return
+        for name, average in self._average.items():
+            if self._home is None:
                 average.lerp_(self._moved[name], 1 - self.config.ema)
+            else:
+                self._home.average(average, self._moved[name], 1 - self.config.ema)
 
 
 def hidden_matrix(name: str, tensor: Tensor) -> bool:

@@ -62,16 +62,17 @@ class Sharing:
         self.computed = 0
         """Positions computed by all calls of `hidden` so far."""
 
-    def hidden(self, packed: Packed) -> Tensor:
-        """[M, H]: the hidden state that predicts each spoken token."""
+    def hidden(self, packed: Packed, at: np.ndarray | None = None) -> Tensor:
+        """[M, H]: the hidden state that predicts each spoken token, or those `at` these packed positions."""
+        at = packed.source_M if at is None else at
         tree = self._tree(packed.ids_N, packed.lengths_S) if self._on else None
         self.computed += len(packed.ids_N) if tree is None else len(tree.first_U)
         if tree is None:
-            return _rows(self._plain(packed.ids_N, packed.lengths_S), packed.source_M)
+            return _rows(self._plain(packed.ids_N, packed.lengths_S), at)
         if not self._proved:
             self._prove(packed)
             self._proved = True
-        return _rows(self._shared(packed.ids_N, packed.positions_N, tree), tree.place_N[packed.source_M])
+        return _rows(self._shared(packed.ids_N, packed.positions_N, tree), tree.place_N[at])
 
     def _tree(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree | None:
         if len(lengths_S) < 2:

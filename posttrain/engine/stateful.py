@@ -79,10 +79,11 @@ class Alone:
         self.computed = 0
         """Positions computed by all calls of `hidden` so far, without those that fill up rows."""
 
-    def hidden(self, packed: Packed) -> Tensor:
-        """[M, H]: the hidden state that predicts each spoken token."""
+    def hidden(self, packed: Packed, at: np.ndarray | None = None) -> Tensor:
+        """[M, H]: the hidden state that predicts each spoken token, or those `at` these packed positions."""
         self.computed += len(packed.ids_N)
-        return rows_alone(self._out, packed.ids_N, packed.lengths_S, packed.source_M, self._layout)
+        wanted = packed.source_M if at is None else at
+        return rows_alone(self._out, packed.ids_N, packed.lengths_S, wanted, self._layout)
 
 
 def rows_alone(

@@ -90,6 +90,11 @@ class UpdateRule(ABC):
         """Shape of each word of a tensor's stored state; None: that of a number."""
         return {word: None if word == "step" else self.tensors[name].shape for word in self.words}
 
+    def bytes(self, name: str) -> int:
+        """Bytes of a tensor's state; numbers are not counted."""
+        found = ((word, form) for word, form in self.forms(name).items() if form is not None)
+        return sum((1 if word.endswith("codes") else 4) * form.numel() for word, form in found)
+
     def load(self, name: str, parts: Mapping[str, Tensor]) -> None:
         """Replace a tensor's state by copies of what `state` gave."""
         tensor = self.tensors[name]

@@ -143,6 +143,7 @@ OPTIONAL = (
     "styles",
     "demonstrate",
     "steps",
+    "judgements",
     "abilities",
 )
 """What a subclass of `SingleTurn` may define. A misspelt one is an error, as nothing would read it."""

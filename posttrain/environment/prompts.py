@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from posttrain.core.abilities import Abilities
+from posttrain.core.abilities import Abilities, Judgements, LintFinding
 from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.gauge import Gauges, merge
-from posttrain.core.given import Given, is_inline
+from posttrain.core.given import Given
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.run import Env
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.rows import Place, PromptRow, digest, row_of, source_rows, texts_of
+from posttrain.environment.columns import JudgedColumns
+from posttrain.environment.data_rows import read_rows
+from posttrain.environment.judged_draws import JudgedData
+from posttrain.environment.judged_lint import lint
+from posttrain.environment.rows import PromptRow, digest, texts_of
 from posttrain.environment.single import Listed, SingleTurn
 from posttrain.environment.tools.loop import Loop
 from posttrain.environment.tools.offered import OfferedTools
@@ -29,35 +33,25 @@ HELDOUT_SHARE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptsEnv(SingleTurn):
-    """Prompts from a file or data set, judged by reward functions.
+class PromptsEnv(JudgedColumns, SingleTurn):
+    """Prompts from a file or data set, whose answers reward functions judge; or completions that were judged already.
 
     The held-out split depends on the prompts' digests alone. So rows with equal prompts are on the same side of it, and
     neither a new order of the file nor an edited answer changes it.
     """
 
-    prompt_column: str = "prompt"
-    """The column of the prompt: text, or a list of messages."""
-    messages_column: str = "messages"
-    """Read if there is no prompt column. If the last message is the assistant's, it becomes the completion."""
-    answer_column: str = "answer"
-    """The column of the right answer, which rewards receive."""
-    completion_column: str = "completion"
-    """The column of a demonstration (stage style `completion`). Rewards do not receive it."""
-    id_column: str = "id"
-    """The column of a name for the row, by which the record calls it; it may be missing."""
-    split: str = "train"
-    """Which split of the data set is read, if it has several."""
     tools: str = ""
     """Tools of every episode, separated by commas: calculator, python, files, database, store. Rewards receive the
     tools' final state as `state`."""
     turns: int = 8
     """With tools: the largest number of turns of the policy, the answer included."""
     rows: tuple[PromptRow, ...] = field(default=(), repr=False)
+    without: tuple[str, ...] = field(default=(), repr=False)
+    """Lines about rows that `leave_out` left out."""
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
-        return tuple(n for n in super().settings() if n != "rows")
+        return tuple(n for n in super().settings() if n not in ("rows", "without"))
 
     @property
     def name(self) -> str:
@@ -86,10 +80,20 @@ class PromptsEnv(SingleTurn):
     @cached_property
     def alphabet(self) -> str:
         """Every character of prompts, answers and completions."""
-        texts = [t for r in self.rows for t in (*texts_of(r.task.prompt), str(r.task.answer or ""), r.completion or "")]
+        texts = [
+            text
+            for r in self.rows
+            for text in (
+                *texts_of(r.task.prompt),
+                str(r.task.answer or ""),
+                r.completion or "",
+                *(r.judged.completions if r.judged is not None else ()),
+            )
+        ]
         return "".join(sorted(set("".join(texts))))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.turns < 1:
             raise ConfigError(f"env.args.turns={self.turns}: must be >= 1")
         if self._offered is not None:
@@ -154,10 +158,27 @@ class PromptsEnv(SingleTurn):
 
     @property
     def abilities(self) -> Abilities:
-        """As the base class, with the rows and the tools. All completions are taken as right, so none can be false."""
+        """As the base class, with the rows, what was judged in them, and the tools. All completions are taken as right,
+        so none can be false."""
         base = super().abilities
         texts = base.demonstrations and replace(base.demonstrations, false=False)
-        return replace(base, demonstrations=texts, rows=self.rows, tools=self.tools_of if self.tools else None)
+        return replace(
+            base,
+            demonstrations=texts,
+            judgements=None if self._judged is None else Judgements(kinds=self._judged.kinds, draw=self._judged.draw),
+            judges=bool(self.rewards),
+            lint=self.lint if self._judged is not None else None,
+            rows=self.rows,
+            tools=self.tools_of if self.tools else None,
+        )
+
+    def lint(self, length: Callable[[Task, str], int] | None = None, context: int = 0) -> Sequence[LintFinding]:
+        """What may be wrong with the judged rows (`core.abilities.Lint`)."""
+        return lint(self.rows, self._held, self.without, length, context)
+
+    @cached_property
+    def _judged(self) -> JudgedData | None:
+        return JudgedData(self.rows, self) if self.rows and self.rows[0].judged is not None else None
 
     def distractor(self, task: Task) -> tuple[str, ...]:
         return (f"{self.gold(task)[0]}?",)
@@ -168,76 +189,48 @@ class PromptsEnv(SingleTurn):
 
     @property
     def styles(self) -> tuple[str, ...]:
-        """`completion` if the data has any."""
-        return ("completion",) if self._completions else ()
+        """`completion` if the data has any; `chosen` where every row of judged data has a text to imitate."""
+        judged = self._judged
+        chosen = judged is not None and len(judged.chosen) == len(self.rows)
+        return (*(("completion",) if self._completions else ()), *(("chosen",) if chosen else ()))
 
     def demonstrate(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
     ) -> tuple[str | tuple[Message, ...], str]:
-        """The row's own completion. The data has no false completions, so `wrong` must be 0."""
+        """The row's own completion, or its chosen one. The data has no false completions, so `wrong` must be 0."""
         if style not in self.styles:
             absent = f"the data has no column {self.completion_column!r} (env.args.completion_column)"
             known = nearest(style, self.styles) if self.styles else absent
             raise ConfigError(f"prompts cannot write style {style!r}: {known}")
         if wrong:
             raise ConfigError(f"wrong={wrong}: your data has only its own completions; set wrong=0")
-        if task.id not in self._completions:
+        texts = self._judged.chosen if style == "chosen" and self._judged is not None else self._completions
+        if task.id not in texts:
             raise DataError(
                 f"task {task.id!r} has no completion to imitate; give every row one, or train on a file of those that"
                 " have it"
             )
-        return task.prompt, self._completions[task.id]
+        return task.prompt, texts[task.id]
 
 
 def read_tasks(config: Env, args: Mapping[str, Any], seed: int, given: Given = Given()) -> PromptsEnv:
-    """The environment that reads `env.prompts` and is judged by `env.rewards`."""
+    """The environment that reads `env.prompts` and is judged by `env.rewards`. Rows that were judged already need no
+    rewards."""
     if not config.prompts:
         raise ConfigError("env.name='prompts' needs env.prompts: a JSONL file, or a data set (local folder or hub id)")
-    if not config.rewards:
+    shape = PromptsEnv(**args)
+    data = read_rows(config.prompts, shape, given)
+    if not config.rewards and data.rows[0].judged is None:
         raise ConfigError(
             "env.name='prompts' needs env.rewards: path.py:function, or a built-in (exact, last_integer, contains,"
-            " math); from Python also functions: rewards=[my_function]"
+            " math); from Python also functions: rewards=[my_function]. Only rows that were judged need none: columns"
+            f" such as {shape.chosen_column!r} and {shape.rejected_column!r} (env.args.judged)"
         )
-    shape = PromptsEnv(**args)
-    rows = read(config.prompts, shape, given)
     rewards = sources(config.rewards, where=config.sandbox, given=given)
     for source in rewards:
-        _check(source, rows)
+        _check(source, data.rows)
     own = {"seed": seed, "heldout_count": config.heldout, "limits": config.limits, "sandbox": config.sandbox}
-    return PromptsEnv(**args, **own, rewards=rewards, rows=rows)
-
-
-def read(path: str, columns: PromptsEnv | None = None, given: Given = Given()) -> tuple[PromptRow, ...]:
-    """All rows of a JSONL or JSON file, a parquet file, a saved data set, one on the hub, or handed by a program.
-
-    Raises:
-        DataError: a row is not JSON or not text, has no prompt, an empty one or a value of a wrong type; a key or an
-            id occurs twice; one prompt has two answers; there are no rows. The message names the row's place.
-    """
-    columns = columns or PromptsEnv()
-    rows: list[PromptRow] = []
-    places: dict[str, Place] = {}
-    repeats: dict[str, int] = {}
-    answered: dict[str, PromptRow] = {}
-    for place, data in given.rows(path) if is_inline(path) else source_rows(path, columns.split):
-        row = row_of(place, data, columns)
-        if row.task.answer is not None:
-            _same_answer(answered.setdefault(row.key, row), row, columns.answer_column)
-        name = row.task.id
-        if not name:
-            repeats[row.key] = repeats.get(row.key, 0) + 1
-            name = row.key if repeats[row.key] == 1 else f"{row.key}-{repeats[row.key]}"
-            row = replace(row, task=replace(row.task, id=name))
-        if name in places:
-            raise DataError(
-                f"{place}: id {name!r} was already given at {places[name]}; ids must differ (or leave the column out,"
-                " and ids are made)"
-            )
-        places[name] = place
-        rows.append(row)
-    if not rows:
-        raise DataError(f"{path} has no rows")
-    return tuple(rows)
+    return PromptsEnv(**args, **own, rewards=rewards, rows=data.rows, without=data.without)
 
 
 def _check(source: Checked, rows: Sequence[PromptRow]) -> None:
@@ -251,15 +244,3 @@ def _check(source: Checked, rows: Sequence[PromptRow]) -> None:
             except (ConfigError, DataError):
                 raise type(error)(f"{row.place}: {error}") from error
         raise
-
-
-def _same_answer(first: PromptRow, row: PromptRow, column: str) -> None:
-    """DataError if an earlier row has the same prompt and another answer: any response would be wrong by one of
-    them."""
-    one, other = first.task.answer, row.task.answer
-    if one != other and str(one) != str(other):
-        raise DataError(
-            f"{row.place}: {column!r} is {other!r:.80}, and the same prompt has {one!r:.80} at {first.place}: one of"
-            " the two would score every policy wrong. Keep one row, or give a list of answers and a reward that takes"
-            " any of them"
-        )

@@ -168,13 +168,15 @@ def _false(env: SingleTurn, task: Task) -> tuple[str, ...]:
 
 
 async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wrong: float) -> Check:
-    """Right ones must score 1, wrong ones 0. Documents have no prompt, so only their alphabet is checked."""
+    """Right ones must score 1, wrong ones 0, or less than 1 if the verifier gives partial credit. Documents have no
+    prompt, so only their alphabet is checked."""
     name = f"style {style}, wrong={wrong:g}"
     for i, task in enumerate(tasks):
         prompt, text = env.demonstrate(task, style, generator(env.seed, "prove", style, i), wrong)
         turns = [text] if isinstance(text, str) else list(text)
         if set("".join(turns)) - set(env.alphabet):
             return Check(name, False, f"{text!r} leaves the alphabet")
-        if prompt and (got := await reward(env, task, turns)) != 1.0 - wrong:
+        got = await reward(env, task, turns) if prompt else 1.0 - wrong
+        if got != 1.0 - wrong and not (wrong and env.pays_parts and got is not None and got < 1.0):
             return Check(name, False, f"{prompt_words(prompt)} -> {text!r} scored {got}")
     return Check(name, True, f"{len(tasks)} texts")

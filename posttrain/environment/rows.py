@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from posttrain.core.content import content_of, mapped, shown, text_of
 from posttrain.core.errors import ConfigError, DataError, nearest
+from posttrain.core.judgements import Kind
 from posttrain.core.types import Message, Task
+from posttrain.environment.columns import Columns
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that chat templates accept."""
@@ -22,23 +24,23 @@ Place = str
 """The place of a row in the data, for error messages: `file:line`, or `name row n`."""
 
 
-class Columns(Protocol):
-    """The names of the columns in the user's data."""
+@dataclass(frozen=True)
+class JudgedRow:
+    """What a row says of completions that were judged."""
 
-    @property
-    def prompt_column(self) -> str: ...
-
-    @property
-    def messages_column(self) -> str: ...
-
-    @property
-    def answer_column(self) -> str: ...
-
-    @property
-    def completion_column(self) -> str: ...
-
-    @property
-    def id_column(self) -> str: ...
+    kind: Kind
+    completions: tuple[str, ...]
+    """One completion, or several; or the steps of one."""
+    values: tuple[float, ...] = ()
+    """How good each completion is, higher is better; only their order is known where the data has no numbers."""
+    scored: bool = False
+    """Whether `values` are numbers of the data."""
+    margin: float | None = None
+    weight: float = 1.0
+    ratings: Mapping[str, float] = field(default_factory=dict[str, float])
+    labels: tuple[int, ...] = ()
+    zero_is_neutral: bool = False
+    """Whether the form of the data says that a label 0 is neutral."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class PromptRow:
     completion: str | None
     key: str
     place: Place = "a row"
+    judged: JudgedRow | None = None
 
 
 @contextmanager
@@ -71,17 +74,24 @@ def digest(prompt: str | Sequence[Message]) -> str:
 
 
 def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
-    """One row of data, checked."""
-    prompt, completion = _prompt(place, data, c)
+    """One row of data, checked. What was judged in it is read by `judged_rows.read_row`."""
+    prompt, completion = prompt_of(place, data, c)
     if (written := data.get(c.completion_column)) is not None:
-        completion = _completion(place, written, c)
-    known = {c.prompt_column, c.messages_column, c.completion_column, c.id_column}
+        completion = completion_of(place, written, c)
+    return PromptRow(task_of(place, data, c, prompt, {c.completion_column}), completion, digest(prompt), place)
+
+
+def task_of(
+    place: Place, data: Mapping[str, Any], c: Columns, prompt: str | tuple[Message, ...], read: Set[str]
+) -> Task:
+    """The task of a row with this prompt; its further columns but those in `read` are its info."""
+    known = {c.prompt_column, c.messages_column, c.id_column, *read}
     info = {k: v for k, v in data.items() if k not in known and k != "answer"}
     if c.answer_column != "answer" and "answer" in data:
         info["answer"] = data["answer"]
     answer = data.get(c.answer_column)
     if answer is not None and not isinstance(answer, str | int | float | bool | list):
-        raise DataError(f"{place}: {c.answer_column!r} is {_kind(answer)}, wanted text, a number or a list")
+        raise DataError(f"{place}: {c.answer_column!r} is {kind_words(answer)}, wanted text, a number or a list")
     if strange := [
         a for a in (answer if isinstance(answer, list) else [answer]) if isinstance(a, float) and not math.isfinite(a)
     ]:
@@ -89,9 +99,7 @@ def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
             f"{place}: {c.answer_column!r} is {strange[0]}, which nothing equals; leave the row out, or give it its"
             " answer"
         )
-    return PromptRow(
-        Task(id=_id(place, data, c), prompt=prompt, answer=answer, info=info), completion, digest(prompt), place
-    )
+    return Task(id=_id(place, data, c), prompt=prompt, answer=answer, info=info)
 
 
 def _id(place: Place, data: Mapping[str, Any], c: Columns) -> str:
@@ -99,11 +107,12 @@ def _id(place: Place, data: Mapping[str, Any], c: Columns) -> str:
     if name is None:
         return ""
     if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
-        raise DataError(f"{place}: {c.id_column!r} is {_kind(name)}, wanted non-empty text or a whole number")
-    return _text(place, c.id_column, str(name))
+        raise DataError(f"{place}: {c.id_column!r} is {kind_words(name)}, wanted non-empty text or a whole number")
+    return without_halves(place, c.id_column, str(name))
 
 
-def _prompt(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | tuple[Message, ...], str | None]:
+def prompt_of(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | tuple[Message, ...], str | None]:
+    """The prompt of a row; and the text of the assistant's message behind it, if there is one."""
     column = c.prompt_column if data.get(c.prompt_column) is not None else c.messages_column
     value = data.get(column)
     if value is None:
@@ -115,10 +124,10 @@ def _prompt(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | tu
     if isinstance(value, str):
         if not value.strip():
             raise DataError(f"{place}: {column!r} is empty")
-        return _text(place, column, value), None
+        return without_halves(place, column, value), None
     if not isinstance(value, list):
-        raise DataError(f"{place}: {column!r} is {_kind(value)}, wanted text or a list of messages")
-    messages = [_message(place, column, i, m) for i, m in enumerate(value)]
+        raise DataError(f"{place}: {column!r} is {kind_words(value)}, wanted text or a list of messages")
+    messages = [message_of(place, column, i, m) for i, m in enumerate(value)]
     completion = None
     if messages and messages[-1]["role"] == "assistant":
         with placed(f"{place}: the last message of {column!r}"):
@@ -128,14 +137,15 @@ def _prompt(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | tu
     return tuple(messages), completion
 
 
-def _message(place: Place, column: str, index: int, value: Any) -> Message:
+def message_of(place: Place, column: str, index: int, value: Any) -> Message:
+    """A checked message of a row; `index` counts from 0."""
     where = f"{place}: message {index + 1} of {column!r}"
     if not isinstance(value, Mapping):
-        raise DataError(f"{where} is {_kind(value)}, wanted an object with role and content")
+        raise DataError(f"{where} is {kind_words(value)}, wanted an object with role and content")
     if not isinstance(value.get("role"), str):
-        raise DataError(f"{where}: 'role' is {_kind(value.get('role'))}, wanted text")
+        raise DataError(f"{where}: 'role' is {kind_words(value.get('role'))}, wanted text")
     if not isinstance(value.get("content"), str | list) or value["content"] == []:
-        raise DataError(f"{where}: 'content' is {_kind(value.get('content'))}, wanted text or a list of parts")
+        raise DataError(f"{where}: 'content' is {kind_words(value.get('content'))}, wanted text or a list of parts")
     if value["role"] not in ROLES:
         raise DataError(
             f"{where} has role {value['role']!r}, which chat templates do not know: {nearest(value['role'], ROLES)}"
@@ -146,20 +156,22 @@ def _message(place: Place, column: str, index: int, value: Any) -> Message:
     with placed(where):
         body = content_of(value["content"])
     return Message(
-        role=_text(place, column, value["role"]), content=mapped(body, lambda text: _text(place, column, text))
+        role=without_halves(place, column, value["role"]),
+        content=mapped(body, lambda text: without_halves(place, column, text)),
     )
 
 
-def _completion(place: Place, value: Any, c: Columns) -> str:
+def completion_of(place: Place, value: Any, c: Columns) -> str:
+    """A demonstration: text, or a list of one message."""
     if isinstance(value, str):
-        return _text(place, c.completion_column, value)
+        return without_halves(place, c.completion_column, value)
     if isinstance(value, list) and len(value) == 1:
         with placed(f"{place}: {c.completion_column!r}"):
-            return text_of(_message(place, c.completion_column, 0, value[0])["content"])
-    raise DataError(f"{place}: {c.completion_column!r} is {_kind(value)}, wanted text or a list of one message")
+            return text_of(message_of(place, c.completion_column, 0, value[0])["content"])
+    raise DataError(f"{place}: {c.completion_column!r} is {kind_words(value)}, wanted text or a list of one message")
 
 
-def _text(place: Place, column: str, value: str) -> str:
+def without_halves(place: Place, column: str, value: str) -> str:
     """The text, if UTF-8 can encode it. JSON may contain half of a surrogate pair, which no tokenizer accepts."""
     try:
         value.encode()
@@ -170,7 +182,8 @@ def _text(place: Place, column: str, value: str) -> str:
     return value
 
 
-def _kind(value: Any) -> str:
+def kind_words(value: Any) -> str:
+    """What a value is, in the words of messages."""
     names = {
         type(None): "missing",
         str: "text",

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers
+from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers, Judgements
 from posttrain.core.env import SandboxSettings
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Gauges, merge
@@ -20,6 +20,7 @@ from posttrain.core.spread import RESOLUTION
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.judged_texts import judgements_of
 from posttrain.verifier.source import BatchSource, ContainedSource, Source, SourceWithProcesses
 
 HELDOUT_SEED = 20_240_229
@@ -172,6 +173,17 @@ class SingleTurn(ABC):
         )
 
     @property
+    def judged_style(self) -> str:
+        """The style whose right and false texts make pairs to learn preferences from. '': none does."""
+        return ""
+
+    @property
+    def judgements(self) -> Judgements | None:
+        """Judged completions, for stages that learn from preferences: those of `judged_style`, if there is one. Another
+        environment overrides this (`environment.taste` makes judges). None: no such stage can run here."""
+        return judgements_of(self.demonstrate, self.judged_style) if self.judged_style else None
+
+    @property
     def abilities(self) -> Abilities:
         """The methods above in the form that the rest of the library reads."""
         return self._abilities
@@ -192,6 +204,7 @@ class SingleTurn(ABC):
             contained=self.contained,
             gold=gold,
             demonstrations=texts,
+            judgements=self.judgements,
             together=self._together if any(_batched(s) for s in self.rewards) else None,
         )
 

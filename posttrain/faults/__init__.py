@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from posttrain.faults import adapters, engine, learning, machine, packing, precision, updates, world
+from posttrain.faults import (
+    adapters,
+    engine,
+    learning,
+    machine,
+    packing,
+    precision,
+    preferences,
+    preferred_loss,
+    updates,
+    world,
+)
 from posttrain.faults.registry import FAULTS, Fault, find, planted, refuse_silent
 
 __all__ = [
@@ -16,6 +27,8 @@ __all__ = [
     "packing",
     "planted",
     "precision",
+    "preferences",
+    "preferred_loss",
     "refuse_silent",
     "updates",
     "world",

@@ -201,11 +201,11 @@ def _(real: Real) -> Real:
     needs="state",
 )
 def _(real: Real) -> Real:
-    def hidden(self: Any, packed: Any) -> Any:
+    def hidden(self: Any, packed: Any, at: Any = None) -> Any:
         from posttrain.engine.stateful import rows_alone
 
         whole = np.array([len(packed.ids_N)])
-        return rows_alone(self._out, packed.ids_N, whole, packed.source_M, self._layout)
+        return rows_alone(self._out, packed.ids_N, whole, packed.source_M if at is None else at, self._layout)
 
     return hidden
 

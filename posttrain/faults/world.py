@@ -60,8 +60,8 @@ def _(real: Real) -> Real:
     shows=("rl.sampling.max_tokens=2",),
 )
 def _(real: Real) -> Real:
-    async def judge(environment: Any, attempt: Any) -> Any:
-        found = await real(environment, attempt)
+    async def judge(environment: Any, attempt: Any, *more: Any) -> Any:
+        found = await real(environment, attempt, *more)
         return (
             found if attempt.stop is not Stop.LENGTH else tuple(replace(j, verdict=Verdict.value(0.0)) for j in found)
         )

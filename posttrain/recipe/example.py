@@ -12,5 +12,7 @@ TINY = Model(arch="qwen3", hidden=64, layers=2, heads=4, kv_heads=4, ffn=192, co
 _DATA = Path(__file__).parent / "data"
 PROMPTS = str(_DATA / "verifiable.jsonl")
 """A file of prompts (the largest of three numbers from 0 to 12), answers, and completions, half of which are wrong."""
+PAIRS = str(_DATA / "pairs.jsonl")
+"""A file of the same prompts, each with the answer as `chosen` and another of its numbers as `rejected`."""
 REWARDS = _DATA / "rewards.py"
 """A file with two reward functions for these prompts, one in each form."""

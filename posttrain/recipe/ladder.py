@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from posttrain.core.env import Env
 from posttrain.core.ladder import DR_GRPO
+from posttrain.core.preference_ladder import DPO
+from posttrain.core.preference_stage import Preference
 from posttrain.core.run import Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.recipe.example import TINY
 
 
 def ladder() -> Run:
-    """Pretraining, SFT on demonstrations of which 40 % are wrong, chain of thought, RL, and a control without RL."""
+    """Pretraining, SFT on demonstrations of which 40 % are wrong, chain of thought, preferences between a right and a
+    wrong chain (DPO), RL, and a control that only imitates."""
     return Run(
         recipe="ladder",
         threads=1,
@@ -23,6 +26,9 @@ def ladder() -> Run:
             ),
             Supervised(
                 name="cot", style="cot", wrong=0.4, steps=240, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20)
+            ),
+            Preference(
+                name="dpo", algorithm=DPO, steps=40, batch=64, optimizer=Optimizer(lr=3e-5, warmup=5), eval_every=0
             ),
             Reinforce(
                 name="rl",

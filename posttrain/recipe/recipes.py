@@ -12,9 +12,11 @@ from typing import Literal
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.run import Run
+from posttrain.recipe.dpo import dpo
 from posttrain.recipe.gallery import arithmetic, calculator, programs, shop
 from posttrain.recipe.grpo import grpo
 from posttrain.recipe.ladder import ladder
+from posttrain.recipe.score_pairs import reward_model
 from posttrain.recipe.sft import sft
 from posttrain.recipe.verifiable import verifiable
 
@@ -66,12 +68,28 @@ _ALL = (
         reaches="0.44, 0.90",
     ),
     Recipe(
+        name="dpo",
+        kind="yours",
+        shows="imitates completions, then learns from pairs of a chosen and a rejected one (DPO and its family)",
+        build=dpo,
+        minutes=0.6,
+        reaches="0.45, 0.78",
+    ),
+    Recipe(
+        name="reward_model",
+        kind="yours",
+        shows="a reward model from pairs of a chosen and a rejected completion",
+        build=reward_model,
+        minutes=0.4,
+        reaches="none: nothing is sampled",
+    ),
+    Recipe(
         name="ladder",
         kind="tutorial",
-        shows="pretraining, SFT, chain of thought, RL: each stage does what the one before cannot",
+        shows="pretraining, SFT, chain of thought, preferences (DPO), RL: each does what the one before cannot",
         build=ladder,
-        minutes=2.5,
-        reaches="0.00, 0.14, 0.53, 0.98",
+        minutes=2.7,
+        reaches="0.00, 0.14, 0.59, 0.69, 0.97",
     ),
     Recipe(
         name="arithmetic",

@@ -15,7 +15,7 @@ from posttrain.core.run import Evaluation
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Group, Task
 from posttrain.core.verdict import SOLVED, failed
-from posttrain.diagnose.gauges import unjudged_words
+from posttrain.diagnose.played import unjudged_words
 from posttrain.role.concurrency import together
 from posttrain.role.rollout import Rollout
 

@@ -26,17 +26,20 @@ UNCONTAINED = "sandbox=none"
 """The note in a verdict when the policy's programs ran without a sandbox."""
 
 
-async def judged(environment: Environment, attempt: Attempt) -> tuple[Judged, ...]:
+async def judged(environment: Environment, attempt: Attempt, alone: bool = True) -> tuple[Judged, ...]:
     """The environment's verdicts on an attempt. It is asked up to `JUDGE_RETRIES` times again while a source fails.
 
     Secrets are removed from the verdicts' texts, since these go into the record.
+
+    Args:
+        alone: whether no other judge follows. Then the environment gives at least one verdict.
     """
     verdicts = await environment.judge(attempt)
     for _ in range(JUDGE_RETRIES):
         if not _broken(verdicts):
             break
         verdicts = await environment.judge(attempt)
-    if not verdicts and not attempt.batched:
+    if not verdicts and alone and not attempt.batched:
         raise InvariantError(
             f"environment {environment.name!r} returned no verdict for task {attempt.task.id!r}: judge() must return"
             " one per source"
@@ -58,6 +61,8 @@ class SiblingVerdicts:
     """
 
     environment: Environment
+    alone: bool = True
+    """Whether no other judge reads the episodes."""
     _begun: dict[tuple[Any, ...], asyncio.Task[tuple[Judged, ...]]] = field(
         default_factory=dict[tuple[Any, ...], asyncio.Task[tuple[Judged, ...]]]
     )
@@ -73,10 +78,10 @@ class SiblingVerdicts:
             self._attempts[sibling] = attempt
             attempt = replace(attempt, batched=True)
         if attempt.state is not None:
-            return await judged(self.environment, attempt)
+            return await judged(self.environment, attempt, self.alone)
         name = (attempt.batched, attempt.stop, attempt.turns, *_tokens(segments))
         if name not in self._begun:
-            self._begun[name] = asyncio.create_task(judged(self.environment, attempt))
+            self._begun[name] = asyncio.create_task(judged(self.environment, attempt, self.alone))
         # one sibling may be cancelled while another waits for the same verdict
         return await asyncio.shield(self._begun[name])
 

@@ -79,7 +79,8 @@ class Passes:
             return
         self.micros.append(micro)
         self.episodes.append(episodes)
-        self.logp.append(_numbers(scores.logp))
+        if scores.logp is not None:
+            self.logp.append(_numbers(scores.logp))
         if not self.needs.gradients:
             return
         if scores.entropy is not None and scores.entropy.requires_grad:
@@ -87,7 +88,7 @@ class Passes:
         if scores.value is not None and scores.value.requires_grad:
             said = _numbers(scores.value)
             scores.value.register_hook(lambda grad: self.value.append((said, _numbers(grad) / self.scale)))
-        if scores.logp.requires_grad:
+        if scores.logp is not None and scores.logp.requires_grad:
             scores.logp.register_hook(lambda grad: self.logp_grad.append(_numbers(grad) / self.scale))
 
 

@@ -12,13 +12,16 @@ import numpy as np
 
 from posttrain.algorithm.steer import AdaptiveState
 from posttrain.core.book import Book
-from posttrain.core.ports import Dialogue, Environment, Learner, PairRenderer, Reference
+from posttrain.core.ports import Dialogue, Environment, Learner, PairRenderer, Reference, TaskSource
+from posttrain.core.preference_stage import OnlinePreference, Preference
+from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Stage
 from posttrain.role.events import Observers
 from posttrain.role.memory import PeakMemory
 from posttrain.role.prompts import Prompts
+from posttrain.role.reference_scores import ReferenceScores
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 from posttrain.role.trainer import Trainer
@@ -91,8 +94,8 @@ class StageRoles(Generic[S]):
 
 
 @dataclass(kw_only=True)
-class SupervisedRoles(StageRoles[Supervised]):
-    """What a supervised stage works with."""
+class DataRoles(StageRoles[S]):
+    """What a stage works with that learns from data."""
 
     environment: Environment
     renderer: PairRenderer
@@ -100,7 +103,43 @@ class SupervisedRoles(StageRoles[Supervised]):
     """A new encoder for one episode of the named task."""
     stop_ids: tuple[int, ...]
     context: int
-    """The largest number of tokens a demonstration may have."""
+    """The largest number of tokens a text of the data may have."""
+
+
+@dataclass(kw_only=True)
+class SupervisedRoles(DataRoles[Supervised]):
+    """What a supervised stage works with."""
+
+
+@dataclass(kw_only=True)
+class PreferenceRoles(DataRoles[Preference]):
+    """What a stage works with that learns from preferences."""
+
+    source: TaskSource
+    """The training tasks whose judgements fit into the context."""
+    reference: Reference | ReferenceScores | None
+    """The model that the policy is compared with, or its log-probs, computed ahead."""
+
+
+@dataclass(kw_only=True)
+class RewardRoles(DataRoles[RewardModel]):
+    """What a stage works with that trains a reward model."""
+
+    source: TaskSource
+    """The training tasks whose judgements fit into the context."""
+
+
+@dataclass(kw_only=True)
+class OnlineRoles(StageRoles[OnlinePreference]):
+    """What a stage works with that learns from preferences between its own samples."""
+
+    sampling: Sampling
+    """The stage's sampling settings, resolved."""
+    rollout: Rollout
+    prompts: Prompts
+    reference: Reference | None
+    other_environments: tuple[Environment, ...] = ()
+    """Other environments on which the run or a later stage is evaluated."""
 
 
 @dataclass(kw_only=True)

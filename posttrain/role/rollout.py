@@ -83,7 +83,9 @@ class Rollout:
         attempt = Attempt(task, tuple(talk.turns), stop, talk.spoken_upto, talk.state, _said(segments))
         member = sibling if talks is not None else None  # a greedy answer beside the siblings is none of them
         verdicts = await (
-            judged(self.environment, attempt) if judging is None else judging.judge(attempt, segments, member)
+            judged(self.environment, attempt, not self.judges)
+            if judging is None
+            else judging.judge(attempt, segments, member)
         )
         return self._episode(task, visit, sibling, talk, stop, (*verdicts, *talk.paid), "")
 
@@ -150,7 +152,11 @@ class Rollout:
         """
         shown, greedy = request.shown, request.greedy
         own = request.siblings - (shown.siblings if shown else 0)
-        started, talks, judging = own + request.extra, dict[int, Conversation](), SiblingVerdicts(self.environment)
+        started, talks, judging = (
+            own + request.extra,
+            dict[int, Conversation](),
+            SiblingVerdicts(self.environment, not self.judges),
+        )
         said = settled([self.episode(task, visit, i, sampling, stream, talks, judging) for i in range(started)], own)
         more = (
             [

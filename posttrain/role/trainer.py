@@ -217,6 +217,8 @@ class Trainer:
             value=reads.value,
             candidates_MK=reads.candidates_MK,
             head_only=reads.head_only,
+            rewards=reads.rewards,
+            logp=reads.logp,
         )
 
     @contextmanager

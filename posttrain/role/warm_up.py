@@ -60,8 +60,11 @@ def warm_up(trainer: Trainer, packed: Packed, reads: Reads, peak: PeakMemory) ->
                     value=reads.value,
                     candidates_MK=reads.candidates_MK,
                     head_only=reads.head_only,
+                    rewards=reads.rewards,
+                    logp=reads.logp,
                 )
-                found = (scores.logp, scores.entropy, scores.value, scores.candidates)
+                given = None if scores.rewards is None else scores.rewards.score
+                found = (scores.logp, scores.entropy, scores.value, scores.candidates, given)
                 torch.stack([x.sum() for x in found if x is not None]).sum().backward()
                 trainer.optimizer.gather()
         finally:

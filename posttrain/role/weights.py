@@ -16,6 +16,8 @@ from posttrain.role.trainer import WeightOptimizer
 
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+REWARD_HEAD = "reward_head."
+"""Begins the names of a reward head's weights."""
 AVERAGE = "ema."
 """Begins the names of moving averages in the optimizer's state."""
 
@@ -26,7 +28,8 @@ def save_weights(folder: Path, learner: Learner) -> None:
 
 
 def load_weights(folder: Path, learner: Learner) -> None:
-    """Load weights into the learner, in place; RunFolderError if their names or shapes are another model's."""
+    """Load weights into the learner, in place; RunFolderError if their names or shapes are another model's. A learner
+    without a reward head takes the other weights alone."""
     _copy(_load(folder / WEIGHTS), learner.parameters(), folder / WEIGHTS)
 
 
@@ -54,7 +57,8 @@ def load_average(folder: Path, learner: Learner) -> None:
         )
     parameters = learner.parameters()
     weights = {n: p.detach() for n, p in parameters.items()}
-    _copy({**weights, **averages}, parameters, folder / OPTIMIZER)
+    known = {n: t for n, t in averages.items() if n in weights or not n.startswith(REWARD_HEAD)}
+    _copy({**weights, **known}, parameters, folder / OPTIMIZER)
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
@@ -77,6 +81,8 @@ def restore(learner: Learner, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], path: Path | None) -> None:
+    if not any(n.startswith(REWARD_HEAD) for n in target):
+        source = {n: t for n, t in source.items() if not n.startswith(REWARD_HEAD)}
     if set(source) != set(target) or any(source[n].shape != target[n].shape for n in target):
         wrong = sorted(set(source) ^ set(target)) or [n for n in target if source[n].shape != target[n].shape]
         raise RunFolderError(

@@ -27,14 +27,15 @@ def sources(
     where: SandboxSettings = SandboxSettings(),
     given: Given = Given(),
 ) -> tuple[Checked, ...]:
-    """The configured reward sources, in order.
+    """The configured reward sources, in order. Reward models are no sources: they judge tokens
+    (`core.ports.EpisodeJudge`).
 
     Args:
         tasks: checked for the columns that the rewards require.
         where: the sandbox of rewards that run programs.
         given: functions that a Python program handed to the run (`inline:NAME`).
     """
-    out: list[Checked] = [_source(r, where, given) for r in rewards]
+    out: list[Checked] = [_source(r, where, given) for r in rewards if not r.models]
     names = [s.name for s in out]
     for s in out:
         if names.count(s.name) > 1:

@@ -1,6 +1,6 @@
-"""What the pages take for granted: `my-model`, `mine.jsonl`, `mine.py`, `runs/mine`, a run to compare it with, and
-`problems.jsonl` for a data set of the hub. Run in the fresh environment, in the folder that the pages are then played
-in copies of."""
+"""What the pages take for granted: `my-model`, `mine.jsonl`, `mine.py`, `pairs.jsonl`, `labels.jsonl`, `runs/mine`, a
+run to compare it with, and `problems.jsonl` for a data set of the hub. Run in the fresh environment, in the folder that
+the pages are then played in copies of."""
 
 import json
 import subprocess
@@ -43,6 +43,10 @@ def files() -> None:
         for b in range(5)
     ]
     Path("mine.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    pairs = [{"prompt": r["prompt"], "chosen": r["answer"], "rejected": f"{r['answer']}1"} for r in rows]
+    Path("pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in pairs))
+    labels = [{"prompt": r["prompt"], "completion": r["answer"], "label": i % 2 == 0} for i, r in enumerate(rows)]
+    Path("labels.jsonl").write_text("".join(json.dumps(r) + "\n" for r in labels))
     subprocess.run([*POSTTRAIN, "new", "env", "my_task", "--folder", "given"], check=True)
     Path("mine.py").write_text(Path("given/my_task.py").read_text() + REWARDS)
     Path("path.py").write_text(KEPT)

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from posttrain.core.errors import PosttrainError
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.recipe.recipes import recipe
 
 PAGES = ("README.md", "docs/recipes.md", "docs/environments.md", "docs/tools.md", "docs/*.md", "examples/**/*.md")
@@ -19,6 +19,7 @@ NOTEBOOKS = ("notebooks/*.ipynb",)
 NOT_PAGES = {
     "docs/LOG.md": "what was done on a day, with what there was then",
     "docs/algorithms.md": "made from the ladder; its commands name algorithms by NAME",
+    "docs/preferences.md": "made from the ladder of preferences; it prints formulas",
 }
 """Pages that nobody follows from top to bottom."""
 
@@ -94,6 +95,10 @@ def _newest(runs: Path, name: str) -> str:
 
 SUPERVISED = {"steps": "4", "batch": "8"}
 REINFORCE = {"steps": "2", "prompts": "4", "siblings": "4", "eval_every": "0", "sampling.max_tokens": "8"}
+JUDGED = ("env.prompts=pairs.jsonl", "env.prompts=labels.jsonl")
+"""Data of the reader's without completions: stages that would imitate them are left out by themselves, unless a word of
+the command names them."""
+
 RESUMED = 14
 """Steps that a run which goes on is given in place of the printed number: more than `runs/mine` has."""
 
@@ -127,10 +132,11 @@ def toy(name: str, given: list[str]) -> list[str]:
 
 
 def sizes(run: Run, given: Sequence[str] = ()) -> list[str]:
-    """The overrides that make a run small, beside those that are given: a stage that is taken out stays out, and one
-    that is asked to evaluate on its way does."""
-    stages = [o for s in run.stages if f"{s.name}=none" not in given for o in _of(s, given)]
-    return ["env.heldout=8", "evaluation.samples=2", *stages]
+    """The overrides that make a run small, beside those that are given: a stage that is taken out, or has nothing to
+    imitate, stays out, and one that is asked to evaluate on its way does."""
+    judged = not set(JUDGED).isdisjoint(given)
+    left = [s for s in run.stages if f"{s.name}=none" not in given and not (judged and isinstance(s, Supervised))]
+    return ["env.heldout=8", "evaluation.samples=2", *(o for s in left for o in _of(s, given))]
 
 
 def _of(stage: object, given: Sequence[str]) -> Iterator[str]:

@@ -13,10 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.batch import Packed
+from posttrain.algorithm.preference import PreferenceLoss
+from posttrain.algorithm.preference_whole import prepared
+from posttrain.core.batch import Batch, Packed
 from posttrain.core.bins import LEAST
 from posttrain.core.errors import InvariantError
+from posttrain.core.preference_ladder import DPO
 from posttrain.core.sampling import Sampling
+from posttrain.core.streams import REFERENCE, SIDE
 from posttrain.core.types import Segment
 from posttrain.engine import sharing, tree
 from posttrain.engine.attention import PackedLayout
@@ -217,3 +221,36 @@ def test_switched_off_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(SharedTree, "of", never)
     HFLearner(replace(policy(), share_prefixes=False)).score(batch(forest(3)))
+
+
+@pytest.mark.parametrize(("arch", "bound"), [("gpt2", 1e-11), ("qwen3", 1e-5)])
+def test_a_pair_has_the_same_gradient_whether_its_prompt_is_computed_once_or_twice(arch: str, bound: float) -> None:
+    """DPO on pairs whose two completions follow one long prompt, in float64. Qwen3's own norms and rotations are in
+    float32."""
+    rng = np.random.default_rng(8)
+    said, sides = list[Segment](), list[int]()
+    for _ in range(3):
+        prompt = rng.integers(0, 24, 3 * LEAST)
+        for side in (1, 0):
+            n = int(rng.integers(2, 15))
+            said.append(segment(np.concatenate([prompt, rng.integers(0, 24, n)]).astype(np.int32), n))
+            sides.append(side)
+    spoken = [s.spoken for s in said]
+    streams = {SIDE: np.repeat(np.array(sides, np.int32), spoken), REFERENCE: np.full(sum(spoken), -3.0, np.float32)}
+    pairs = Batch.of(said, unit_E=np.repeat(np.arange(3, dtype=np.int32), 2), streams=streams)
+    pairs, _ = prepared(DPO, pairs)
+    found = list[tuple[float, dict[str, torch.Tensor], int]]()
+    for share in (True, False):
+        model = policy(arch, share_prefixes=share)
+        learner = HFLearner(replace(model, module=model.module.double()))
+        scores = learner.forward(pairs, entropy=False, value=False)
+        loss = PreferenceLoss(DPO).terms(pairs, scores).loss
+        loss.backward()
+        gradient = {n: p.grad.clone() for n, p in learner.parameters().items() if p.grad is not None}
+        found.append((float(loss.detach()), gradient, len(pairs.ids_N) if scores.computed is None else scores.computed))
+    (once, g1, computed), (twice, g2, all_of_them) = found
+    assert computed <= all_of_them - 3 * 2 * LEAST and all_of_them == len(pairs.ids_N)
+    assert once == pytest.approx(twice, rel=bound) and g1.keys() == g2.keys()
+    apart = sum(float((g - g2[n]).square().sum()) for n, g in g1.items()) ** 0.5
+    size = sum(float(g.square().sum()) for g in g2.values()) ** 0.5
+    assert size > 0 and apart <= bound * size

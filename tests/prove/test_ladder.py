@@ -1,4 +1,4 @@
-"""The main job keeps its promise on three seeds: reinforcement adds what imitation of 40 % wrong answers cannot."""
+"""The main job on three seeds: preferences, then reinforcement, add what imitation of 40 % wrong answers cannot."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ def test_ladder(seed: int, tmp_path: Path) -> None:
     begun = time.process_time()
     result = posttrain.run("ladder", f"seed={seed}", out=tmp_path / "run", quiet=True)
     stages = {s.name: s for s in result.stages}
-    rl, continued = stages["rl"], stages["sft_continued"]
+    rl, dpo, continued = stages["rl"], stages["dpo"], stages["sft_continued"]
+    assert dpo.accuracy is not None and dpo.before is not None and dpo.agreement is not None
     assert rl.accuracy is not None and rl.before is not None and continued.accuracy is not None
     seconds = sum(s.seconds for s in result.stages)
     cpu = time.process_time() - begun
     print(
-        f"\nseed {seed}: before RL {rl.before:.3f}, after {rl.accuracy[0]:.3f} [{rl.accuracy[1]:.3f},"
+        f"\nseed {seed}: DPO {dpo.before:.3f} -> {dpo.accuracy[0]:.3f}, {dpo.agreement[0]:.3f} of held-out pairs"
+        f" ordered as judged; before RL {rl.before:.3f}, after {rl.accuracy[0]:.3f} [{rl.accuracy[1]:.3f},"
         f" {rl.accuracy[2]:.3f}], greedy {rl.greedy:.3f}, SFT continued instead {continued.accuracy[0]:.3f};"
         f" {seconds:.0f} s in stages, {cpu:.0f} s of processor time"
     )
+    assert dpo.accuracy[0] - dpo.before >= 0.04 and dpo.agreement[1] > 0.8
     assert 0.10 <= rl.before <= 0.80
     assert rl.accuracy[0] >= 0.90
     assert rl.accuracy[0] - rl.before >= 0.20

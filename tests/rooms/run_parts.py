@@ -45,8 +45,8 @@ RL = (
 )
 LADDER = (
     *("ladder", *SMALL, *(w for w in RL if "eval_every" not in w), "env.heldout=20", "rl.eval_every=1"),
-    *(f"{stage}.batch=8" for stage in ("pretrain", "sft", "cot", "sft_continued")),
-    *(f"{stage}.steps=2" for stage in ("pretrain", "sft", "cot")),
+    *(f"{stage}.batch=8" for stage in ("pretrain", "sft", "cot", "dpo", "sft_continued")),
+    *(f"{stage}.steps=2" for stage in ("pretrain", "sft", "cot", "dpo")),
 )
 TEXTS = [f"say {a} and {b}: " for a in range(20) for b in ("cat", "naïve café", "42 + 7")]
 TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {

@@ -151,10 +151,10 @@ def test_demonstrations_are_imitated(tmp_path: Path) -> None:
     run = tiny_run(steps=1)
     imitating = replace(run, stages=tuple(replace(s, style="answer") for s in run.stages[:1]))
     env = able(alphabet="0123456789<>", demonstrations=Demonstrations(styles=("answer",), write=write))
-    check_environment(env, imitating.stages)
+    check_environment(env, imitating.stages, imitating.env)
     assert played(tmp_path, env, imitating)
     with pytest.raises(ConfigError, match="environment 'bare' writes none: it has no demonstrations"):
-        check_environment(Bare(), imitating.stages)
+        check_environment(Bare(), imitating.stages, imitating.env)
 
 
 @dataclass(frozen=True)

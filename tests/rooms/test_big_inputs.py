@@ -17,7 +17,7 @@ from posttrain.core.errors import DataError
 from posttrain.engine.vocabulary import characters, raw_bytes, train_bpe, train_byte_level, train_unigram
 from posttrain.environment import tables
 from posttrain.environment.chat import SHIELD
-from posttrain.environment.prompts import read
+from posttrain.environment.data_rows import read
 from posttrain.environment.render import PIECE, Renderer
 
 MEASURE = """

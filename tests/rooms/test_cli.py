@@ -25,6 +25,7 @@ from posttrain.core.algorithm import CHOICES, Algorithm
 from posttrain.core.errors import ConfigError, DataError, RewardError
 from posttrain.core.formula import formula, formulas
 from posttrain.core.ladder import LADDER
+from posttrain.core.preference_ladder import PREFERENCES
 
 PYTHON = (sys.executable, "-m", "posttrain.cli")
 
@@ -44,6 +45,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
         ["ladder", "grpo"],
         ["ladder", "--table"],
         ["ladder", "--diff", "grpo", "dapo"],
+        ["ladder", "simpo"],
+        ["ladder", "--diff", "dpo", "simpo"],
         ["run", "ladder", "--help"],
     ],
 )
@@ -61,7 +64,7 @@ print(sorted(m for m in sys.modules if m in ("torch", "transformers", "tokenizer
     done = python(code)
     modules, seconds = done.stderr.rsplit(" ", 1)
     assert modules == "[]", modules
-    assert float(seconds) < 3.0 and len(done.stdout) > 200
+    assert float(seconds) < 3.0 and len(done.stdout) > 150
 
 
 @pytest.mark.parametrize("command", [c.__name__.rpartition(".")[2].removesuffix("_command") for c in COMMANDS])
@@ -250,6 +253,20 @@ def test_the_difference_of_two_fits_the_terminal(columns: int, monkeypatch: pyte
         assert max(map(len, shown.splitlines())) <= columns, pair
     assert ("clip(low=0.2, high=0.28, cap=none)" in diff("grpo", "dapo")) == (columns == 200)
     assert max(len(line) for line in one("vapo").splitlines()) <= max(columns, 100)
+
+
+def test_ladder_prints_the_preference_algorithms_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ladder"]) == 0
+    tree = capsys.readouterr().out
+    assert all(f" {name} " in tree or f"\n{name} " in tree for name in PREFERENCES)
+    assert main(["ladder", "--diff", "dpo", "simpo"]) == 0
+    assert "fixedmargin(gamma=1.375)" in capsys.readouterr().out
+    for name in PREFERENCES:
+        assert main(["ladder", name]) == 0
+        told = capsys.readouterr().out
+        assert "lineage:" in told and "loss  " in told
+    assert main(["ladder", "--diff", "dpo", "grpo"]) == 2
+    assert "two ladders" in capsys.readouterr().err
 
 
 def test_every_choice_of_the_ladder_has_a_formula() -> None:

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {"environments.md": 11, "tools.md": 3}
+PAGES = {"environments.md": 12, "preference_data.md": 1, "tools.md": 3}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -29,13 +29,16 @@ from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.env import Reward, SandboxSettings
 from posttrain.core.errors import ConfigError, RunFolderError, UntrustedError
 from posttrain.core.open import alternatives
+from posttrain.core.pieces.link import PreferencePiece
 from posttrain.core.pieces.piece import Piece
+from posttrain.core.preference import PreferenceAlgorithm
 from posttrain.core.run import Env, Model, Run
 from posttrain.core.stage import Stage
 from posttrain.recipe.recipes import RECIPES
 from posttrain.recipe.recipes import recipe as shipped
 from posttrain.role.weights import WEIGHTS
 
+PIECES = (Piece, PreferencePiece)
 MINE = ("arithmetic", "sft=none", *SMALL, *RL, "env.heldout=8")
 CODE = (
     "from pathlib import Path\nPath({mark!r}).write_text('ran')\ndef reward(task, text):\n    return float(len(text) %"
@@ -93,7 +96,7 @@ def test_every_field_of_the_tree_is_decided() -> None:
     named = {key(cls, name) for cls, name in texts}
     assert not (DECIDED.keys() | HARMLESS) - named, "core/asks.py decides fields that are gone"
     assert not DECIDED.keys() & HARMLESS
-    assert not HARMLESS & {key(cls, name) for cls, name in texts if issubclass(cls, Piece)}, (
+    assert not HARMLESS & {key(cls, name) for cls, name in texts if issubclass(cls, PIECES)}, (
         "a piece's fields are decided for all at once"
     )
     for kind in alternatives(Stage):
@@ -105,8 +108,8 @@ def test_every_field_of_the_tree_is_decided() -> None:
 
 def test_pieces_hold_numbers_words_and_switches_alone() -> None:
     """Why a piece's field needs no decision of its own: it names nothing that could be opened, run or asked."""
-    for cls, name, declared in fields(Algorithm, set()):
-        if issubclass(cls, Piece):
+    for cls, name, declared in (*fields(Algorithm, set()), *fields(PreferenceAlgorithm, set())):
+        if issubclass(cls, PIECES):
             assert leaves(declared) and not tree.pieces(declared) and tree.mapping_item(declared) is None, (
                 f"{cls.__name__}.{name}"
             )

@@ -31,6 +31,7 @@ SETTINGS: dict[str, list[dict[str, Scalar]]] = {
     "countdown": [{}, {"numbers": 3, "ops": "+-"}],
     "calculator": [{}, {"ops": "+-*", "max_operand": 20, "turns": 3}, {"tape": 2}],
     "programs": [{}],
+    "replies": [{}, {"numbers": 4, "max_number": 99, "noise": 0.2, "annotators": 3}],
     "shop": [{}, {"turns": 3}],
 }
 HELDOUT = {"programs": 30}

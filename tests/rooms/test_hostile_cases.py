@@ -18,8 +18,8 @@ from posttrain.core.run import Env
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
+from posttrain.environment.data_rows import read
 from posttrain.environment.make import environment
-from posttrain.environment.prompts import read
 from posttrain.sandbox.choose import open_sandbox
 from posttrain.sandbox.port import ProgramLimits, SandboxUnavailableError
 from posttrain.sandbox.selftest import attacks, bait

@@ -244,6 +244,13 @@ HEALTHY_LOGS: dict[str, list[Step]] = {
     "learns more slowly than 36 answers a step show": log(
         36, rollout__reward=ramp(0.49, 0.55, 36, 0.5), rollout__solved=ramp(0.49, 0.55, 36, 0.5)
     ),
+    "right and sure of it": log(
+        20,
+        policy__kl_step=steady(1e-6),
+        rollout__reward=steady(0.96, 0.01),
+        rollout__solved=steady(0.96, 0.01),
+        rollout__entropy=steady(0.05),
+    ),
     "noisy": log(10, rollout__reward=steady(0.4, 0.6), rollout__solved=steady(0.4, 0.6)),
 }
 

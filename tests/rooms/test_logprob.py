@@ -395,3 +395,4 @@ def test_energy_is_the_squared_gradient(case: Case, monkeypatch: pytest.MonkeyPa
         and float(found.min()) >= 0
         and float(found.max()) < 2
     )
+    assert torch.allclose(energies(h, w, b, None, **how), p.square().sum(1), atol=1e-14), "without targets |p|^2"

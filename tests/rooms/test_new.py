@@ -98,10 +98,36 @@ def test_tools_and_several_turns_work_as_written(tmp_path: Path, capsys: pytest.
 
 
 def test_the_test_of_tools_finds_a_verifier_that_reads_words(tmp_path: Path) -> None:
-    env, test = new_env("stock_room", tmp_path, tools=True)
+    env, test = new_env("stock_room", tmp_path, kind="tools")
     env.write_text(env.read_text().replace("attempt.state == attempt.task.answer", '"done" in attempt.text'))
     broken = subprocess.run([sys.executable, str(test)], capture_output=True, text=True, check=False)
     assert broken.returncode != 0 and "AssertionError" in broken.stderr
+
+
+# --- judged by a known taste ------------------------------------------------------------------------------------------
+
+
+def test_a_known_taste_works_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own test passes, and every printed command that needs no model of the user's runs, training at toy size."""
+    assert main(["new", "env", "polite_sort", "--judged", "--folder", str(tmp_path / "my files")]) == 0
+    check, own, train, mine = said_steps(capsys.readouterr().out)
+    done = subprocess.run([sys.executable, *own[1:]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.count(": passed") == 4, done.stderr
+    assert main([*check[1:], "--tasks", "4", "--rate", "1"]) == 0
+    out = ["dpo.steps=2", "dpo.batch=4", "dpo.eval_every=0", "env.heldout=4", "--out", str(tmp_path / "run")]
+    assert main([*train[1:], *SMALL, *out]) == 0
+    assert [s.stage for s in reader.steps(tmp_path / "run")].count("dpo") == 2
+    assert "model=MODEL" in mine and "sft=none" in mine
+
+
+def test_the_test_of_a_known_taste_finds_one_that_is_a_surface_feature(tmp_path: Path) -> None:
+    env, test = new_env("polite_sort", tmp_path, kind="judged")
+    text = env.read_text()
+    env.write_text(
+        text.replace('{"order": 0.6, "ending": 0.2, "length": 0.2}', '{"order": 0, "ending": 1, "length": 0}')
+    )
+    broken = subprocess.run([sys.executable, str(test)], capture_output=True, text=True, check=False)
+    assert broken.returncode != 0 and "surface of pairs" in broken.stderr
 
 
 # --- a reward function ------------------------------------------------------------------------------------------------
@@ -132,9 +158,10 @@ def test_the_test_of_a_reward_finds_one_that_pays_everybody(tmp_path: Path) -> N
     assert broken.returncode != 0 and "AssertionError" in broken.stderr
 
 
-def test_tools_belong_to_an_environment(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", "reward", "mine", "--tools"]) == 2
-    assert "posttrain new env NAME --tools" in capsys.readouterr().err
+@pytest.mark.parametrize("word", ["--tools", "--judged"])
+def test_kinds_belong_to_an_environment(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "reward", "mine", word]) == 2
+    assert f"posttrain new env NAME {word}" in capsys.readouterr().err
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

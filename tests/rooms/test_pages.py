@@ -63,7 +63,7 @@ def test_sources_are_told_apart_and_paid_turns_summed() -> None:
     none."""
     from posttrain.core.types import Episode, Stop, Task
     from posttrain.core.verdict import Judged, Verdict
-    from posttrain.diagnose.gauges import components
+    from posttrain.diagnose.played import components
 
     def episode(*verdicts: Judged) -> Episode:
         return Episode(Task("t", "?"), 0, 0, (), Stop.SAID, verdicts)

@@ -18,7 +18,7 @@ from posttrain.core.record import from_columns, of_groups, to_columns
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Message, Said, Stop, Task
-from posttrain.environment.prompts import read
+from posttrain.environment.data_rows import read
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.role.talk import without_secrets
 from posttrain.verifier.functions import source

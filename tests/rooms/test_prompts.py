@@ -20,8 +20,9 @@ from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.run import Env
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.data_rows import read
 from posttrain.environment.make import environment
-from posttrain.environment.prompts import PromptsEnv, read
+from posttrain.environment.prompts import PromptsEnv
 from posttrain.environment.scripted import judged
 from posttrain.recipe.recipes import recipe
 

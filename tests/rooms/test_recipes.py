@@ -38,7 +38,9 @@ def test_the_list_is_printed_where_no_recipe_is_named(capsys: pytest.CaptureFixt
 
 
 def test_an_unknown_recipe_is_told_the_nearest_and_which_are_for_what() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'grpo'\?.* sft, grpo, verifiable take your model and data"):
+    with pytest.raises(
+        ConfigError, match=r"did you mean 'grpo'\?.* sft, grpo, verifiable, dpo, reward_model take your model and data"
+    ):
         recipe("grop")
 
 

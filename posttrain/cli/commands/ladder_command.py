@@ -17,12 +17,12 @@ def add(sub: Subparsers) -> None:
         "print the algorithms as a tree of patches, one of them in full, the difference of two, or what they would do "
         "with a run's batches",
         "posttrain ladder\n  posttrain ladder grpo\n  posttrain ladder --table\n  posttrain ladder --diff grpo dapo\n"
-        "  posttrain ladder --diff grpo mine.py:NAME\n"
+        "  posttrain ladder --diff dpo simpo\n  posttrain ladder --diff grpo mine.py:NAME\n"
         "  posttrain ladder --on runs/mine --step 20 --against dapo,maxrl,gspo",
     )
     p.add_argument("name", nargs="?", help="show this algorithm in full; path.py:NAME: one of your own")
     p.add_argument(
-        "--table", action="store_true", help="all algorithms in one table: credit, trust region, weight, anchor, cost"
+        "--table", action="store_true", help="those of reward in one table: credit, trust region, weight, anchor, cost"
     )
     p.add_argument("--diff", nargs=2, metavar=("A", "B"), help="the choices in which two algorithms differ")
     on = p.add_argument_group("on the recorded batches of a run, which is only read")

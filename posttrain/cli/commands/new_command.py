@@ -17,6 +17,7 @@ def add(sub: Subparsers) -> None:
         "write a working environment or reward function to change, and its test",
         "posttrain new env sort_letters        # one question, one answer\n"
         "  posttrain new env stock_room --tools  # tools and several turns\n"
+        "  posttrain new env replies --judged    # answers judged by a known taste\n"
         "  posttrain new reward close_enough     # a reward, and rows to try it on",
     )
     p.add_argument("what", choices=("env", "reward"), help="what to write")
@@ -26,7 +27,11 @@ def add(sub: Subparsers) -> None:
         help="of the file, in lower case: sort_letters makes sort_letters.py with class SortLetters, or with function "
         "sort_letters",
     )
-    p.add_argument("--tools", action="store_true", help="of an environment: with tools and several turns")
+    kind = p.add_mutually_exclusive_group()
+    kind.add_argument("--tools", action="store_true", help="of an environment: with tools and several turns")
+    kind.add_argument(
+        "--judged", action="store_true", help="of an environment: its answers are judged by a taste that it knows"
+    )
     p.add_argument("--folder", default=".", metavar="FOLDER", help="where to write (default: here)")
 
 
@@ -34,17 +39,18 @@ def new(o: Namespace) -> int:
     from posttrain.api.new import class_name, new_env, new_reward, next_steps, reward_steps
 
     if o.what == "reward":
-        if o.tools:
-            raise ConfigError("--tools belongs to an environment: posttrain new env NAME --tools")
+        for given in (word for word in ("tools", "judged") if getattr(o, word)):
+            raise ConfigError(f"--{given} belongs to an environment: posttrain new env NAME --{given}")
         reward, test, rows = new_reward(o.name, o.folder)
         tell(f"wrote {reward}, {test} and {rows}: a working reward function to change")
         tell("what next:")
         steps = reward_steps(reward, test, rows, o.name)
     else:
-        env, test = new_env(o.name, o.folder, o.tools)
+        kind = "tools" if o.tools else "judged" if o.judged else "env"
+        env, test = new_env(o.name, o.folder, kind)
         tell(f"wrote {env} and {test}: a working environment to change")
         tell("what next:")
-        steps = next_steps(env, test, class_name(o.name), o.tools)
+        steps = next_steps(env, test, class_name(o.name), kind)
     for line in steps:
         tell(f"  {line}")
     return 0

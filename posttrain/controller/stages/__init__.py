@@ -3,8 +3,20 @@ stage."""
 
 from __future__ import annotations
 
-from posttrain.controller.stages import reinforce, supervised
+from posttrain.controller.stages import online, prefer, reinforce, reward_model, supervised
 from posttrain.controller.stages.progress import Progress, StageResult, StageState
 from posttrain.controller.stages.sequence import Stages, check_drivers, where
 
-__all__ = ["Progress", "StageResult", "StageState", "Stages", "check_drivers", "reinforce", "supervised", "where"]
+__all__ = [
+    "Progress",
+    "StageResult",
+    "StageState",
+    "Stages",
+    "check_drivers",
+    "online",
+    "prefer",
+    "reinforce",
+    "reward_model",
+    "supervised",
+    "where",
+]

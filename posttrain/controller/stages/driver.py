@@ -20,16 +20,18 @@ from posttrain.controller.loop import loop
 from posttrain.controller.parts import MeasuredReport, RunParts
 from posttrain.controller.stages.progress import Progress, Reopening, StageResult, StageState
 from posttrain.core import reader
+from posttrain.core.abilities import declared
 from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Step, merge
 from posttrain.core.shell import command_line
 from posttrain.core.stage import START, Stage, come_to, starts
-from posttrain.diagnose.gauges import unjudged_words
+from posttrain.diagnose.played import unjudged_words
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import EvaluatedEvent, RestoredEvent
+from posttrain.role.judgements import AgreementReport
 from posttrain.role.memory import PeakMemory
 from posttrain.role.roles import RoleCosts
 from posttrain.role.trainer import Trainer
@@ -84,6 +86,8 @@ class Driver(ABC, Generic[S, T, A]):
         )
         self.report: EvaluationReport | None = None
         """Of the evaluation after the last step, where there was one."""
+        self.agreed: AgreementReport | None = None
+        """The same of held-out judgements."""
         self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
         self._begun, self._carried = time.perf_counter(), self.state.seconds
 
@@ -111,6 +115,10 @@ class Driver(ABC, Generic[S, T, A]):
 
     def measured_before(self, report: EvaluationReport | None) -> None:
         """What to say of the evaluation before the first step. None: no task is held out."""
+
+    def agree(self) -> AgreementReport | None:
+        """How well its scores order held-out judgements now. None: this kind of stage does not learn from them."""
+        return None
 
     def enough(self, report: EvaluationReport | None) -> str:
         """Why no further step is needed after this one, or ''. `report`: of the evaluation after it, where there was
@@ -144,6 +152,8 @@ class Driver(ABC, Generic[S, T, A]):
         self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
         ask, learn = await self.open(checkpoint)
         self._warm_up()
+        if checkpoint is None and self.stage.eval and (agreed := self.agree()) is not None:
+            self.state.agreement_before = agreed.accuracy.mean
         last = 0 if self.state.ended else self.stage.steps
         async with aclosing(loop(ask, first=self.state.step + 1, last=last)) as steps:
             async for index, asked in steps:
@@ -153,6 +163,8 @@ class Driver(ABC, Generic[S, T, A]):
         self.watch.end()
         if self.stage.eval and self.report is None:
             self.report = await self.evaluate()
+        if self.stage.eval and self.agreed is None:
+            self.agreed = self.agree()
         self._finish(self.report)
 
     def _warm_up(self) -> None:
@@ -215,9 +227,12 @@ class Driver(ABC, Generic[S, T, A]):
         s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
         self.parts.version = p.version
         s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
-        self.report = report = None
+        self.report = report = self.agreed = None
         if stage.eval_every and s.step % stage.eval_every == 0 and s.step < stage.steps:
             self.report = report = await self.evaluate()
+            self.agreed = self.agree()
+        if self.agreed is not None:
+            step = replace(step, gauges=merge(step.gauges, self.agreed.gauges()))
         if report is not None:
             step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
         self.parts.tell(self.watch.line(replace(step, memory=self.clock.take_memory())))
@@ -235,6 +250,8 @@ class Driver(ABC, Generic[S, T, A]):
         measured = f"; held-out accuracy {result.accuracy[0]:.3f}" if result.accuracy else ""
         if result.reward and result.graded:
             measured += f", mean reward {result.reward[0]:.3f}"
+        if result.agreement:
+            measured += f"; {result.agreement[0]:.3f} of held-out pairs ordered as judged"
         parts.say(f"{stage.name}: done, {result.why}{measured}")
         keep(parts, stage.name)
         if not stage.hands_on:
@@ -265,9 +282,9 @@ class Driver(ABC, Generic[S, T, A]):
 
     async def evaluate(self) -> EvaluationReport | None:
         """Held-out evaluation, remembered per version so that no weights are evaluated twice. None: no task is held
-        out."""
+        out, or nothing judges the answers."""
         parts, environment = self.parts, self.setting.environment
-        if not environment.heldout:
+        if not environment.heldout or not declared(environment).judges:
             return None
         sampling = parts.sampling(self.stage)
         last = parts.measured
@@ -356,4 +373,6 @@ class Driver(ABC, Generic[S, T, A]):
             reward=reward,
             reward_before=s.reward_before,
             graded=report is not None and report.graded,
+            agreement=self.agreed.accuracy.known if self.agreed else None,
+            agreement_before=s.agreement_before,
         )

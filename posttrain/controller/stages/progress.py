@@ -42,6 +42,10 @@ class StageResult:
     """Whether some held-out outcome was neither 0 nor 1."""
     peaks: Mapping[str, float] = field(default_factory=dict[str, float])
     """Peak bytes of each role."""
+    agreement: tuple[float, float, float] | None = None
+    """Of a stage that learns from judgements: share of held-out pairs that its scores order as they were judged, with
+    its 95 % interval."""
+    agreement_before: float | None = None
 
 
 @dataclass
@@ -54,6 +58,7 @@ class StageState(Open, begin=True):
     reward_before: float | None = None
     optimizer: str = ""
     """Fingerprint of the optimizer's state at the checkpoint."""
+    agreement_before: float | None = None
     skipped: int = 0
     """Optimizer steps in a row that were left out, up to now."""
     ended: str = ""

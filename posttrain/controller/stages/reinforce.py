@@ -13,6 +13,7 @@ from posttrain.algorithm.losses import Reads
 from posttrain.algorithm.steer import AdaptiveState
 from posttrain.controller.stages.driver import Driver, keep
 from posttrain.controller.stages.progress import StageState
+from posttrain.controller.stages.role_parts import stage_parts
 from posttrain.controller.step import ask, learn
 from posttrain.core.batch import Packed
 from posttrain.core.experience import Experience
@@ -89,22 +90,14 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         parts, stage, state = self.parts, self.stage, self.state
         source, curriculum = self.setting.environment.train, stage.algorithm.curriculum
         return ReinforceRoles(
-            run=parts.run,
-            stage=stage,
+            **stage_parts(self),
             sampling=parts.sampling(stage),
             rollout=self.setting.rollout,
             prompts=Prompts(source, parts.run.seed, state.cursor, curriculum, dict(state.rates), dict(state.visits)),
-            learner=parts.learner,
-            trainer=self.trainer,
-            sync=parts.sync,
             reference=reference,
-            book=parts.book,
-            text=parts.text,
             adaptive=state.memory,
             other_environments=parts.other_environments(stage),
             own_reference=stage.reference is None,
-            watch=self.watch,
-            clock=self.clock,
         )
 
     def _reference(self, checkpoint: Path | None) -> Reference | None:

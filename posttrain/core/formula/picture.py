@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from posttrain.core.algorithm import Algorithm
 from posttrain.core.formula.typed import patches
 from posttrain.core.ladder import LADDER
+from posttrain.core.ladders import AnyAlgorithm
 
 WIDTH = 100
 
@@ -27,16 +28,16 @@ def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> 
     yield line.rstrip()
 
 
-def picture(width: int = WIDTH) -> list[str]:
-    """All algorithms, each under the one it patches, with its source and what it changes there. In fewer than `WIDTH`
-    columns the sources are left out, so that the changes have room."""
+def picture(width: int = WIDTH, ladder: Mapping[str, Any] = LADDER) -> list[str]:
+    """All algorithms of a ladder, each under the one it patches, with its source and what it changes there. In fewer
+    than `WIDTH` columns the sources are left out, so that the changes have room."""
     source = 15 if width >= WIDTH else 0
-    children: dict[str, list[Algorithm]] = {}
-    for a in LADDER.values():
+    children: dict[str, list[AnyAlgorithm]] = {}
+    for a in ladder.values():
         children.setdefault(a.parent.name if a.parent else "", []).append(a)
-    wide = max(4 * len(a.lineage()) - 4 + len(a.name) for a in LADDER.values())
+    wide = max(4 * len(a.lineage()) - 4 + len(a.name) for a in ladder.values())
 
-    def draw(a: Algorithm, lead: str, below: str) -> Iterator[str]:
+    def draw(a: AnyAlgorithm, lead: str, below: str) -> Iterator[str]:
         mine = children.get(a.name, [])
         start = f"{lead + a.name:<{wide}}  " + (f"{a.paper:<13}  " if source else "")
         yield from wrapped(start, patches(a), f"{below + ('│' if mine else ''):<{wide + 2 + source}}", width)

@@ -6,7 +6,8 @@ import dataclasses
 import re
 from typing import Any, cast
 
-from posttrain.core.algorithm import CHOICES, Algorithm
+from posttrain.core.algorithm import Algorithm, choices
+from posttrain.core.ladders import AnyAlgorithm
 
 
 def word(value: Any) -> str:
@@ -15,7 +16,7 @@ def word(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, Algorithm):
+    if isinstance(value, AnyAlgorithm):
         return value.name
     if isinstance(value, tuple):
         return ",".join(word(v) for v in cast("tuple[Any, ...]", value)) or "none"
@@ -30,7 +31,7 @@ def compact(value: Any) -> str:
     and what only such a field reads."""
     if isinstance(value, tuple):
         return ",".join(compact(v) for v in cast("tuple[Any, ...]", value)) or "none"
-    if not dataclasses.is_dataclass(value) or isinstance(value, type | Algorithm):
+    if not dataclasses.is_dataclass(value) or isinstance(value, type | AnyAlgorithm):
         return f"{value:g}" if isinstance(value, float) else word(value)
     inside = ", ".join(f"{name}={compact(x)}" for name, x in _set_fields(value).items())
     return type(value).__name__.lower() + (f"({inside})" if inside else "")
@@ -44,12 +45,12 @@ def _set_fields(piece: Any) -> dict[str, Any]:
     return {name: x for name, x in values.items() if name not in off | idle}
 
 
-def patches(a: Algorithm) -> list[str]:
+def patches(a: AnyAlgorithm) -> list[str]:
     """What an algorithm changes on its parent, as overrides; of the root, its choices that are not none."""
     if a.parent is None:
-        return [f"{f}={compact(getattr(a, f))}" for f in CHOICES if getattr(a, f) not in (None, ())]
+        return [f"{f}={compact(getattr(a, f))}" for f in choices(type(a)) if getattr(a, f) not in (None, ())]
     out: list[str] = []
-    for f in CHOICES:
+    for f in choices(type(a)):
         old, new = getattr(a.parent, f), getattr(a, f)
         if old == new:
             continue
@@ -68,11 +69,11 @@ def credit_words(a: Algorithm) -> str:
     return type(a.baseline).__name__.lower() + scaled + (f", {a.whiten}" if a.whiten else "")
 
 
-def source(a: Algorithm) -> str:
+def source(a: AnyAlgorithm) -> str:
     return f"arXiv {a.paper}" if _arxiv(a) else a.paper
 
 
-def year(a: Algorithm) -> str:
+def year(a: AnyAlgorithm) -> str:
     """Of the source: the first two digits of an arXiv id, or the year it names; '' where it names none."""
     if _arxiv(a):
         return f"20{a.paper[:2]}"
@@ -80,5 +81,5 @@ def year(a: Algorithm) -> str:
     return named.group() if named else ""
 
 
-def _arxiv(a: Algorithm) -> bool:
+def _arxiv(a: AnyAlgorithm) -> bool:
     return re.fullmatch(r"\d{4}\.\d{4,5}", a.paper) is not None

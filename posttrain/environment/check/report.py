@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.environment.check.payment import PAYMENT
+from posttrain.environment.check.preferences import PREFERENCES
 from posttrain.environment.check.probe import Mark, Probe, ProbeResult
 from posttrain.environment.check.subject import Subject
 from posttrain.environment.check.workings import WORKINGS
@@ -15,7 +16,7 @@ from posttrain.environment.single import SingleTurn
 
 TASKS, RATE = 32, 16.0
 """Defaults: the number of tasks, and the answers that must be judged in a second."""
-PROBES: tuple[Probe, ...] = (*PAYMENT, *WORKINGS)
+PROBES: tuple[Probe, ...] = (*PAYMENT, *PREFERENCES, *WORKINGS)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ async def check(
     """
     progress("claims")
     found = [_claim(c) for c in await claims(env)]
+    found += _lint(env)
+    if not env.abilities.judges:
+        return CheckReport(env.name, len(env.heldout) + (env.train.count or 0), (), tuple(found))
     progress("gold")
     count, some = env.train.count, list(env.heldout[:tasks])
     some += [env.train.task(i) for i in range(tasks - len(some) if count is None else min(tasks - len(some), count))]
@@ -68,6 +72,15 @@ async def check(
     own = (env.name,) if env.vouches_for_gold else ()
     sources = dict.fromkeys([*own, *subject.sources, *subject.shaping])
     return CheckReport(env.name, len(some), tuple(sources), tuple(found))
+
+
+def _lint(env: SingleTurn) -> list[ProbeResult]:
+    """What the environment finds when it looks at its data."""
+    looked = env.abilities.lint
+    return [
+        ProbeResult(f.name, Mark.WARN if f.warns else Mark.OK, f.seen, "judged data may teach something else", f.advice)
+        for f in (looked() if looked is not None else ())
+    ]
 
 
 def _claim(c: Check) -> ProbeResult:

@@ -15,6 +15,7 @@ GALLERY: dict[str, str] = {
     "countdown": "posttrain.environment.gallery.countdown:Countdown",
     "calculator": "posttrain.environment.gallery.calculator:CalculatorEnv",
     "programs": "posttrain.environment.gallery.programs:Programs",
+    "replies": "posttrain.environment.gallery.replies:Replies",
     "shop": "posttrain.environment.gallery.shop:Shop",
 }
 """Name -> module:class. The class is a frozen dataclass; its own fields are the environment's settings."""

@@ -147,6 +147,11 @@ class Arithmetic(SingleTurn):
         """`document`: number sequences and equations, no prompt; `answer`: the sum alone; `cot`: running sums."""
         return ("document", "answer", "cot")
 
+    @property
+    def judged_style(self) -> str:
+        """`cot`: a right chain of sums is preferred to one with an error."""
+        return "cot"
+
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion). With probability `wrong` the result is off by a small amount. A chain of sums then has
         one wrong step and is consistent after it, so that its end is wrong too."""

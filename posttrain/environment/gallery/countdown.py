@@ -109,6 +109,11 @@ class Countdown(GeneratedTasks):
         """`document`: equations over small numbers, no prompt; `answer`: an expression."""
         return ("document", "answer")
 
+    @property
+    def judged_style(self) -> str:
+        """`answer`: an expression that reaches the target is preferred to one that misses it."""
+        return "answer"
+
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion). A false answer uses the right numbers and misses the target."""
         if style not in self.styles:

@@ -1,0 +1,127 @@
+"""The stage that learns from preferences between its own samples: ask, judge, pair, one optimizer step, push."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from posttrain.algorithm.preference import PreferenceLoss
+from posttrain.algorithm.preference_whole import prepared
+from posttrain.controller.stages.driver import Driver
+from posttrain.controller.stages.progress import StageState
+from posttrain.controller.stages.role_parts import stage_parts
+from posttrain.controller.step import DataBatch, learn_from
+from posttrain.core.experience import Experience, PromptState
+from posttrain.core.gauge import Gauge, Step, merge
+from posttrain.core.ports import Reference
+from posttrain.core.preference_stage import OnlinePreference
+from posttrain.core.request import RolloutRequest, StepNumber
+from posttrain.core.scored import Credit
+from posttrain.core.stage import starts
+from posttrain.core.streams import REFERENCE, START
+from posttrain.diagnose.played import rollout_gauges
+from posttrain.role.events import PlayedEvent
+from posttrain.role.prompts import Prompts
+from posttrain.role.roles import OnlineRoles
+from posttrain.role.sampled_pairs import batch_of_pairs, sampled_pairs
+from posttrain.role.weights import load_weights, restore, snapshot
+
+
+@dataclass
+class OnlineState(StageState):
+    """What the next step needs to know of those before it."""
+
+    cursor: int = 0
+    """Tasks that were asked so far."""
+    running: dict[str, float] = field(default_factory=dict[str, float])
+    """Moving averages of the algorithm."""
+
+
+class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=OnlinePreference, state=OnlineState):
+    """Learns from pairs of its own samples."""
+
+    measures_before = True
+
+    async def open(
+        self, checkpoint: Path | None
+    ) -> tuple[Callable[[int], Awaitable[Experience]], Callable[[Experience], Awaitable[Step]]]:
+        parts, stage, setting = self.parts, self.stage, self.setting
+        parts.say(
+            f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {stage.prompts} prompts x"
+            f" {stage.samples} samples = {stage.prompts * stage.samples} episodes a step, at most {stage.prompts} pairs"
+        )
+        self.roles = OnlineRoles(
+            **stage_parts(self),
+            sampling=parts.sampling(stage),
+            rollout=setting.rollout,
+            prompts=Prompts(setting.environment.train, parts.run.seed, self.state.cursor),
+            reference=self._reference(checkpoint),
+            other_environments=parts.other_environments(stage),
+        )
+        await parts.publish()
+        await self.watch.begin(self.roles)
+        return self._ask, self._learn
+
+    async def _ask(self, index: int) -> Experience:
+        """Play and judge the groups of step `index`."""
+        h, stage, version = self.roles, self.stage, self.trainer.version
+        request = RolloutRequest(
+            groups=stage.prompts, siblings=stage.samples, at=StepNumber(index, stage.steps), most=1
+        )
+        with self.clock.of("rollout"):
+            played, passed = await h.rollout.until(h.prompts, request, h.sampling, f"train/{stage.name}")
+        return Experience(
+            index, version, played, passed, stage.prompts, h.sync.sampler.gauges(), PromptState(h.prompts.cursor)
+        )
+
+    async def _learn(self, e: Experience) -> Step:
+        """One optimizer step on the pairs of an experience. A step without a pair changes nothing."""
+        h, a, stage = self.roles, self.stage.algorithm, self.stage
+        h.watch.emit(PlayedEvent(e))
+        assert a.draw is not None  # OnlinePreference refuses others
+        found = sampled_pairs(e.groups, a.draw)
+        played = merge(rollout_gauges(e, Credit((), 0.0)), e.engine, found.gauges())
+        self._record(e)
+        if not found.pairs:
+            note = f"no prompt gave a pair: {found.tied} were judged alike, {found.unjudged} not judged"
+            return await h.watch.after(
+                Step(stage.name, e.index, self.trainer.version, {**played, "optim/steps": Gauge(0, 1)}, notes=(note,))
+            )
+        batch = batch_of_pairs(found.pairs)
+        with self.clock.of("score"):
+            if a.reads_reference:
+                assert h.reference is not None
+                batch = batch.having({REFERENCE: h.reference.score(batch)})
+            if a.reads_start:
+                batch = batch.having({START: h.learner.score(batch)})
+            batch, self.state.running = prepared(a, batch, self.state.running)
+        step = await learn_from(h, DataBatch(e.index, batch), PreferenceLoss(a), "completion", sampled=played)
+        with self.clock.of("sync"):
+            await h.sync.push(self.trainer.version)
+        return step
+
+    def _record(self, e: Experience) -> None:
+        """Every sampled episode into the run folder."""
+        if self.parts.run.record_episodes:
+            with self.clock.of("book"):
+                self.parts.book.write_episodes(self.stage.name, e.index, Credit((), 0.0), e.groups)
+
+    def remember(self, asked: Experience, step: Step) -> Step:
+        self.state.cursor = asked.prompts.cursor
+        return step
+
+    def _reference(self, checkpoint: Path | None) -> Reference | None:
+        """What the policy is compared with: a named model, or the policy as the stage began."""
+        parts, stage = self.parts, self.stage
+        if not stage.algorithm.reads_reference:
+            return None
+        if stage.reference is not None:
+            return parts.teacher(stage.reference)
+        if checkpoint is None:
+            return parts.freeze()
+        now = snapshot(parts.learner)
+        load_weights(parts.book.kept(starts(parts.run.stages, stage)), parts.learner)
+        reference = parts.freeze()
+        restore(parts.learner, now)
+        return reference

@@ -1,0 +1,104 @@
+"""The stage that trains a reward model: one minibatch of judged completions a step, and nothing is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.algorithm.losses import Reads
+from posttrain.algorithm.ranking import RankingLoss
+from posttrain.controller.stages.driver import Driver
+from posttrain.controller.stages.progress import StageState
+from posttrain.controller.stages.role_parts import data_parts
+from posttrain.controller.step import DataBatch, learn_from
+from posttrain.core.batch import Packed
+from posttrain.core.errors import DataError
+from posttrain.core.gauge import Step
+from posttrain.core.ports import TaskSource
+from posttrain.core.reward_model import RewardModel
+from posttrain.role.evaluate import EvaluationReport
+from posttrain.role.judgements import AgreementReport, FittingTasks, drawn, walk
+from posttrain.role.ranked import heldout_agreement, heldout_of_kind, reward_batch
+from posttrain.role.roles import RewardRoles
+
+KINDS = {
+    "pair": "pairs (Bradley-Terry)",
+    "ranking": "rankings (Plackett-Luce)",
+    "rating": "rated completions",
+    "label": "labelled completions",
+}
+
+
+@dataclass
+class RewardModelState(StageState):
+    """A minibatch is a function of (seed, stage, step), so nothing more is remembered."""
+
+
+class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=RewardModel, state=RewardModelState):
+    """Learns to score completions as they were judged."""
+
+    async def open(
+        self, checkpoint: Path | None
+    ) -> tuple[Callable[[int], Awaitable[DataBatch]], Callable[[DataBatch], Awaitable[Step]]]:
+        parts, stage, setting = self.parts, self.stage, self.setting
+        source = self._source()
+        learns = "all pairs of rankings" if stage.pairs else KINDS[stage.judgement]
+        several = "" if len(stage.shape.outputs) == 1 else f", {len(stage.shape.outputs)} outputs"
+        parts.say(
+            f"{stage.name}: a reward model from {learns}; its head reads '{stage.pool}'{several}; {stage.batch} a step,"
+            f" {stage.steps} steps"
+        )
+        self.loss = RankingLoss(
+            judged=stage.judgement, shape=stage.shape, margin=stage.margin, centre=stage.centre, pairs=stage.pairs
+        )
+        self.roles = RewardRoles(
+            **data_parts(self),
+            source=source,
+        )
+        self._heldout = heldout_of_kind(setting.environment, stage.judgement)
+        await self.watch.begin(self.roles)
+        return self._ask, self._learn
+
+    async def _ask(self, index: int) -> DataBatch:
+        h, stage, seed = self.roles, self.stage, self.parts.run.seed
+        with self.clock.of("data"):
+            tasks = walk(h.source, seed=seed, stage=stage.name, first=(index - 1) * stage.batch, count=stage.batch)
+            judged = drawn(h.environment, tasks, stage.judgement, seed=seed, stage=stage.name)
+            return DataBatch(index, reward_batch(judged, stage, h.renderer, h.context))
+
+    async def _learn(self, work: DataBatch) -> Step:
+        return await learn_from(self.roles, work, self.loss, "completion")
+
+    def reads(self, packed: Packed) -> Reads:
+        return Reads(rewards=True, logp=False)
+
+    async def evaluate(self) -> EvaluationReport | None:
+        """Nothing is sampled from a reward model: it is measured by `agree`."""
+        return None
+
+    def agree(self) -> AgreementReport | None:
+        h = self.roles
+        with self.clock.of("evaluate"):
+            return heldout_agreement(self._heldout, self.stage, h.learner, h.renderer, h.context)
+
+    def _source(self) -> TaskSource:
+        """The training tasks whose judgements fit into the context.
+
+        Raises:
+            DataError: none does.
+        """
+        parts, environment, stage = self.parts, self.setting.environment, self.stage
+        if not stage.leaves_out_long:  # checked before the run began
+            return environment.train
+        fitting = FittingTasks.of(environment, stage.judgement, parts.renderer, parts.sampler.context)
+        if fitting is None:
+            return environment.train
+        if not fitting.tasks:
+            raise DataError(f"{stage.name}: no judgement fits into {parts.sampler.context} tokens. {fitting.first}")
+        if fitting.left_out:
+            parts.say(
+                f"{stage.name}: {fitting.left_out} of {fitting.left_out + len(fitting.tasks)} judgements are left out,"
+                f" because they do not fit into {parts.sampler.context} tokens, such as: {fitting.first}"
+            )
+        return fitting

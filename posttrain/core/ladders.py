@@ -1,0 +1,61 @@
+"""The two ladders by the type of their algorithms: those that learn from reward, and those that learn from preferences.
+
+A stage has one of them in its field `algorithm`. What reads or writes that field asks here which ladder it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain.core import ladder, preference_ladder, tree
+from posttrain.core.algorithm import Algorithm, choices
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.preference import PreferenceAlgorithm
+from posttrain.core.stage import Stage
+
+AnyAlgorithm = Algorithm | PreferenceAlgorithm
+LADDERS: dict[type, Mapping[str, Any]] = {
+    Algorithm: ladder.LADDER,
+    PreferenceAlgorithm: preference_ladder.PREFERENCES,
+}
+"""All algorithms by name, for each type of them. No name is on both."""
+
+
+def algorithm_type(kind: type[Stage]) -> type | None:
+    """The type of the algorithm of a kind of stage; None where it has none."""
+    declared = tree.hints(kind).get("algorithm")
+    return declared if declared in LADDERS else None
+
+
+def stage_choices(kind: type[Stage]) -> tuple[str, ...]:
+    """The choices of the algorithm of a kind of stage; () where it has none."""
+    declared = algorithm_type(kind)
+    return () if declared is None else choices(declared)
+
+
+def named_algorithm(kind: type, name: str) -> Any:
+    """The algorithm of this type and name.
+
+    Raises:
+        ConfigError: its ladder has no such name. The message names the nearest one, or the other ladder that has it.
+    """
+    if name in LADDERS[kind]:
+        return LADDERS[kind][name]
+    other = next((k for k, rows in LADDERS.items() if name in rows), None)
+    if other is not None:
+        learns = "preferences" if other is PreferenceAlgorithm else "reward"
+        raise ConfigError(
+            f"algorithm={name} learns from {learns}, and this stage does not; it takes one of"
+            f" {', '.join(LADDERS[kind])}"
+        )
+    raise ConfigError(f"algorithm={name}: no such algorithm; {nearest(name, LADDERS[kind])}")
+
+
+def any_named(name: str) -> AnyAlgorithm:
+    """The algorithm of that name on either ladder, or ConfigError with the nearest one."""
+    for rows in LADDERS.values():
+        if name in rows:
+            return rows[name]
+    known = [n for rows in LADDERS.values() for n in rows]
+    raise ConfigError(f"algorithm={name}: no such algorithm; {nearest(name, known)}")

@@ -1,0 +1,133 @@
+"""What a reward model's scores are worth beside its accuracy: whether its probabilities are calibrated, and what of
+them is length or another surface feature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.core.errors import DataError
+from posttrain.core.interval import Score
+
+BINS = 10
+"""Bins of a reliability diagram."""
+
+
+@dataclass(frozen=True)
+class ReliabilityBin:
+    """Pairs for which about the same probability was said."""
+
+    low: float
+    high: float
+    said: float
+    """Mean probability that the completion it prefers was the chosen one."""
+    right: Score
+    """Share of pairs in which it was."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How far the probabilities that a reward model says are from what happens."""
+
+    bins: tuple[ReliabilityBin, ...]
+    error: float
+    """Expected calibration error (1706.04599): mean over pairs of |said - right| of their bin."""
+
+    def lines(self) -> list[str]:
+        """The reliability diagram, a line a bin."""
+        out = [f"expected calibration error {self.error:.3f}"]
+        for b in self.bins:
+            out.append(f"  said {b.low:.2f} to {b.high:.2f}: {b.said:.3f}, right {b.right} ({b.right.prompts} pairs)")
+        return out
+
+
+def calibration(chosen: Sequence[float] | np.ndarray, rejected: Sequence[float] | np.ndarray) -> Calibration:
+    """Calibration of pairs under Bradley-Terry: it says that the completion with the higher score was chosen with
+    probability sigmoid(|difference|), in [0.5, 1].
+
+    Raises:
+        DataError: there is no pair.
+    """
+    gap = np.asarray(chosen, np.float64) - np.asarray(rejected, np.float64)
+    if not len(gap):
+        raise DataError("calibration needs at least one pair")
+    said = 1 / (1 + np.exp(-np.abs(gap)))
+    right = np.where(gap == 0, 0.5, (gap > 0).astype(np.float64))
+    edges = np.linspace(0.5, 1.0, BINS + 1)
+    at = np.clip(np.digitize(said, edges) - 1, 0, BINS - 1)
+    bins: list[ReliabilityBin] = []
+    error = 0.0
+    for i in range(BINS):
+        own = at == i
+        if own.any():
+            bins.append(ReliabilityBin(edges[i], edges[i + 1], float(said[own].mean()), Score.of(right[own])))
+            error += float(own.sum()) * abs(float(said[own].mean()) - float(right[own].mean()))
+    return Calibration(tuple(bins), error / len(gap))
+
+
+@dataclass(frozen=True)
+class Debiased:
+    """Scores without what a linear function of surface features explains of them."""
+
+    scores: np.ndarray
+    """[S]"""
+    removed: Mapping[str, float]
+    """For each feature the score that one standard deviation of it was worth."""
+    share: float
+    """Share of the scores' variance that was removed."""
+
+    def lines(self) -> list[str]:
+        """What was removed, for people."""
+        each = ", ".join(f"{name} {x:+.3g}" for name, x in self.removed.items())
+        return [f"removed {self.share:.1%} of the scores' variance: a standard deviation of {each}"]
+
+
+def debias(scores: Sequence[float] | np.ndarray, features: Mapping[str, Sequence[float] | np.ndarray]) -> Debiased:
+    """Subtract the least-squares fit of centred surface features, such as the length in tokens or how often a
+    completion agrees with the user (2409.17407 fits length alone). The mean score stays.
+
+    A feature that is really a part of the quality is removed too: compare the accuracy before and after.
+
+    Raises:
+        DataError: a feature has another number of entries, or is not finite.
+    """
+    y = np.asarray(scores, np.float64)
+    columns: dict[str, np.ndarray] = {}
+    for name, x in features.items():
+        column = np.asarray(x, np.float64)
+        if column.shape != y.shape or not np.all(np.isfinite(column)):
+            raise DataError(f"feature {name!r}: give one finite number for each of the {len(y)} scores")
+        if (size := float(column.std())) > 0:
+            columns[name] = (column - column.mean()) / size
+    if not len(y) or not columns:
+        return Debiased(y.copy(), dict.fromkeys(features, 0.0), 0.0)
+    design = np.stack(list(columns.values()), 1)
+    weights = np.linalg.lstsq(design, y - y.mean(), rcond=None)[0]
+    left = y - design @ weights
+    variance = float(y.var())
+    share = 0.0 if not variance > 0 else 1 - float(left.var()) / variance
+    worth = dict(zip(columns, weights.tolist(), strict=True))
+    return Debiased(left, {name: worth.get(name, 0.0) for name in features}, max(0.0, share))
+
+
+def agrees(chosen: Sequence[float] | np.ndarray, rejected: Sequence[float] | np.ndarray) -> Score:
+    """The share of pairs that scores order as they were judged, with its interval; a tie counts half."""
+    gap = np.asarray(chosen, np.float64) - np.asarray(rejected, np.float64)
+    return Score.of(np.where(gap == 0, 0.5, (gap > 0).astype(np.float64)))
+
+
+def rank_correlation(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
+    """Spearman's: the correlation of ranks, equal values with their mean rank; nan where one does not vary."""
+    x, y = (_ranks(np.asarray(v, np.float64)) for v in (a, b))
+    if len(x) != len(y) or len(x) < 2 or not x.std() or not y.std():
+        return math.nan
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def _ranks(x: np.ndarray) -> np.ndarray:
+    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return (ends - (counts - 1) / 2)[inverse]

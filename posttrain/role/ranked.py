@@ -1,0 +1,127 @@
+"""Minibatches of a reward model, and how well its scores order held-out judgements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from posttrain.core import abilities, seeds
+from posttrain.core.batch import Batch
+from posttrain.core.errors import DataError, InvariantError
+from posttrain.core.interval import Score
+from posttrain.core.judgements import Judgement, Kind, Label, Rating
+from posttrain.core.ports import Environment, Learner, PairRenderer
+from posttrain.core.reward_model import RewardModel
+from posttrain.core.streams import RATING, SIDE, WEIGHT
+from posttrain.role.judgements import HELDOUT, AgreementReport, batch_of
+
+PART = 256
+"""Held-out judgements that are scored at once."""
+
+
+def reward_batch(judged: Sequence[Judgement], stage: RewardModel, renderer: PairRenderer, context: int) -> Batch:
+    """`batch_of` these judgements, each with its share of the minibatch as WEIGHT; with RATING where they are
+    ratings.
+
+    Raises:
+        DataError: all have weight 0; one has no rating of the stage's attributes, or a rating that is no class. The
+            message has its place.
+    """
+    batch = batch_of(judged, renderer, context)
+    first_S = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
+    unit_S = np.arange(len(first_S)) if batch.unit_E is None else batch.unit_E
+    total = float(batch[WEIGHT][first_S[np.searchsorted(unit_S, np.arange(batch.units))]].sum())
+    if not total > 0:
+        raise DataError("every judgement of the minibatch has weight 0: give at least one a weight above 0")
+    batch = batch.having({WEIGHT: batch[WEIGHT] / total})
+    if stage.judgement != "rating":
+        return batch
+    rating_SK = np.array([_ratings(j, stage) for j in judged])
+    return batch.having({RATING: rating_SK[batch.segment_M]})
+
+
+def _ratings(judgement: Judgement, stage: RewardModel) -> list[float]:
+    """Its rating of each attribute, NaN where it has none."""
+    assert isinstance(judgement, Rating)
+    found = [float(judgement.ratings.get(name, math.nan)) for name in stage.attributes]
+    if all(math.isnan(x) for x in found):
+        rated = ", ".join(judgement.ratings) or "nothing"
+        raise judgement.told(
+            f"it rates {rated}, and {stage.name} learns {', '.join(stage.attributes)}: leave the row out, or name other"
+            f" attributes ({stage.name}.attributes)"
+        )
+    if any(math.isinf(x) for x in found):
+        raise judgement.told("a rating is infinite: give a finite number")
+    if stage.classes and not (found[0] == int(found[0]) and 0 <= found[0] < stage.classes):
+        raise judgement.told(
+            f"the rating {found[0]:g} of {stage.attributes[0]} is none of the classes 0 to {stage.classes - 1}: number"
+            f" them from 0, or learn the number ({stage.name}.classes=0)"
+        )
+    return found
+
+
+def heldout_of_kind(environment: Environment, kind: Kind) -> list[Judgement]:
+    """One judgement of this kind about each held-out task, the same in every evaluation and every run."""
+    draw = abilities.judgements(environment).draw
+    return [draw(task, kind, seeds.generator(HELDOUT, f"judgement/{task.id}", 0)) for task in environment.heldout]
+
+
+def heldout_agreement(
+    judged: Sequence[Judgement], stage: RewardModel, learner: Learner, renderer: PairRenderer, context: int
+) -> AgreementReport | None:
+    """How well the scores order held-out judgements; None where these order nothing.
+
+    Pairs as they are. A ranking counts as the mean over its pairs. Single completions are paired at random, each with
+    one whose label or rating differs, so that the pairs are independent.
+    """
+    score: list[float] = []
+    worth: list[float] = []
+    unit: list[int] = []
+    for i in range(0, len(judged), PART):
+        part = judged[i : i + PART]
+        batch = reward_batch(part, stage, renderer, context)
+        first = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
+        score += learner.rewards(batch).astype(np.float64).tolist()
+        known = batch[RATING if stage.judgement == "rating" else SIDE][first]
+        worth += (np.nanmean(known, 1) if known.ndim > 1 else known).astype(np.float64).tolist()
+        unit += (i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)).tolist()
+    return agreement(np.array(score), np.array(worth), _partners(judged, np.array(worth), np.array(unit)))
+
+
+def _partners(judged: Sequence[Judgement], worth: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    """int64 [S]: the unit of each completion, where single ones are joined in pairs; -1 where none is left for it."""
+    if not judged or not isinstance(judged[0], Label | Rating):
+        return unit
+    out, waiting = np.full(len(unit), -1), list[int]()
+    for s in seeds.generator(0, "heldout-pairs", len(unit)).permutation(len(unit)).tolist():
+        other = next((w for w in waiting if worth[w] != worth[s]), None)
+        if other is None:
+            waiting.append(s)
+        else:
+            waiting.remove(other)
+            out[s] = out[other] = s
+    return out
+
+
+def agreement(score: np.ndarray, worth: np.ndarray, unit: np.ndarray) -> AgreementReport | None:
+    """The share of pairs inside units that scores order as their worth does, a tie of scores counting half.
+
+    Raises:
+        InvariantError: a score is not finite.
+    """
+    if not np.all(np.isfinite(score)):
+        raise InvariantError(
+            f"{int((~np.isfinite(score)).sum())} of {len(score)} scores of held-out completions are not finite"
+        )
+    shares, gaps = list[float](), list[float]()
+    for u in np.unique(unit[unit >= 0]).tolist():
+        own = np.flatnonzero(unit == u)
+        better, worse = np.nonzero(worth[own][:, None] > worth[own][None])
+        if not len(better):
+            continue
+        gap = score[own][better] - score[own][worse]
+        shares.append(float(((gap > 0) + (gap == 0) / 2).mean()))
+        gaps.append(float(gap.mean()))
+    return AgreementReport(Score.of(shares), float(np.mean(gaps))) if shares else None

@@ -1,0 +1,91 @@
+"""Pairs of the policy's own completions: which of a prompt's samples is preferred to which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.core.batch import Batch
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.pieces.judged import BestWorst, PairSource
+from posttrain.core.spread import rounding, spread
+from posttrain.core.streams import MARGIN, MU, SIDE, VERSION
+from posttrain.core.types import Episode, Group
+from posttrain.core.verdict import resolution, size
+
+
+@dataclass(frozen=True, eq=False)
+class SampledPair:
+    """Two completions of one prompt. `margin` is the difference of their rewards."""
+
+    chosen: Episode
+    rejected: Episode
+    margin: float
+
+
+@dataclass(frozen=True, eq=False)
+class SampledPairs:
+    """The pairs of a step, and what became of the other prompts."""
+
+    pairs: tuple[SampledPair, ...]
+    tied: int
+    """Prompts whose completions were all judged alike, up to rounding. They teach nothing, and are left out."""
+    unjudged: int
+    """Prompts with fewer than two completions that were judged."""
+
+    def gauges(self) -> Gauges:
+        asked = len(self.pairs) + self.tied + self.unjudged
+        return {
+            "preference/pairs": Gauge(len(self.pairs), 1),
+            "preference/tied": Gauge(self.tied, asked),
+            "preference/gap": Gauge.of([p.margin for p in self.pairs]),
+        }
+
+
+def sampled_pairs(groups: Sequence[Group], draw: PairSource) -> SampledPairs:
+    """One pair of each group: its first two judged completions, or with `BestWorst` the best and the worst one.
+
+    Of equal ones the first is taken, so that the choice depends on what was sampled alone.
+    """
+    pairs: list[SampledPair] = []
+    tied = unjudged = 0
+    for group in groups:
+        judged = [e for e in group.judged if not e.shown]
+        if len(judged) < 2:
+            unjudged += 1
+            continue
+        considered = judged if isinstance(draw, BestWorst) else judged[:2]
+        rewards = np.array([e.reward for e in considered], np.float64)
+        noise = rounding([size(e.verdicts) for e in considered], max(resolution(e.verdicts) for e in considered))
+        if not spread(rewards, noise):
+            tied += 1
+            continue
+        best, worst = considered[int(np.argmax(rewards))], considered[int(np.argmin(rewards))]
+        pairs.append(SampledPair(best, worst, float(rewards.max() - rewards.min())))
+    return SampledPairs(tuple(pairs), tied, unjudged)
+
+
+def batch_of_pairs(pairs: Sequence[SampledPair]) -> Batch:
+    """A minibatch in which each pair is a unit, the chosen completion first.
+
+    Streams: SIDE, MARGIN, and the sampler's MU and VERSION.
+    """
+    episodes = [e for p in pairs for e in (p.chosen, p.rejected)]
+    segments = [s for e in episodes for s in e.segments]
+    sequence = [i for i, e in enumerate(episodes) for _ in e.segments]
+    spoken = [e.spoken for e in episodes]
+    side_E = np.tile(np.array([1, 0], np.int32), len(pairs))
+    margin_E = np.repeat(np.array([p.margin for p in pairs], np.float64), 2)
+    return Batch.of(
+        segments,
+        sequence,
+        unit_E=np.repeat(np.arange(len(pairs), dtype=np.int32), 2),
+        streams={
+            SIDE: np.repeat(side_E, spoken),
+            MARGIN: np.repeat(margin_E, spoken),
+            MU: np.concatenate([s.logp[s.mask] for s in segments]),
+            VERSION: np.concatenate([s.version[s.mask] for s in segments]),
+        },
+    )

@@ -1,0 +1,394 @@
+"""Judged rows of the user's data: every kind in every form, what is wrong with them, and what they can give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from posttrain.api.environments import check_environment
+from posttrain.core.env import Reward
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.judgements import Judgement, Kind, Label, Pair, Ranking, Rating, StepLabels
+from posttrain.core.run import Env, Reinforce, Supervised
+from posttrain.core.types import Task
+from posttrain.environment.make import environment
+from posttrain.environment.prompts import PromptsEnv
+
+SKY = {"role": "user", "content": "What colour is the sky?"}
+BLUE, GREEN = ({"role": "assistant", "content": f"It is {c}."} for c in ("blue", "green"))
+
+
+def env(tmp_path: Path, rows: list[Any], **args: Any) -> PromptsEnv:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in rows))
+    built = environment(Env(name="prompts", prompts=str(path), heldout=0, args=args), 0)
+    assert isinstance(built, PromptsEnv)
+    return built
+
+
+def tasks(env: PromptsEnv) -> list[Task]:
+    return [r.task for r in env.rows]
+
+
+def drawn(env: PromptsEnv, kind: Kind, row: int = 0, seed: int = 0) -> Judgement:
+    assert env.abilities.judgements is not None
+    return env.abilities.judgements.draw(tasks(env)[row], kind, np.random.default_rng(seed))
+
+
+def pair(env: PromptsEnv, row: int = 0, seed: int = 0) -> Pair:
+    found = drawn(env, "pair", row, seed)
+    assert isinstance(found, Pair)
+    return found
+
+
+TEXTS = {
+    "text with a prompt": {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
+    "text without": {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+    "the cut parts no word": {"chosen": "The sky is blue.", "rejected": "The sky is black."},
+}
+TALKS = {
+    "messages": {"prompt": [SKY], "chosen": [BLUE], "rejected": [GREEN]},
+    "conversations": {"chosen": [SKY, BLUE], "rejected": [SKY, GREEN]},
+    "conversations with a prompt": {"prompt": [SKY], "chosen": [SKY, BLUE], "rejected": [SKY, GREEN]},
+    "conversations with a text": {"prompt": SKY["content"], "chosen": [SKY, BLUE], "rejected": [SKY, GREEN]},
+    "texts after messages": {"prompt": [SKY], "chosen": "It is blue.", "rejected": "It is green."},
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_pairs_of_text(tmp_path: Path, name: str) -> None:
+    found = pair(env(tmp_path, [TEXTS[name]]))
+    assert found.task.prompt == "The sky is" and found.chosen == " blue." and found.rejected in (" green.", " black.")
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_pairs_of_messages(tmp_path: Path, name: str) -> None:
+    found = pair(env(tmp_path, [TALKS[name]]))
+    assert found.task.prompt == (SKY,) and (found.chosen, found.rejected) == ("It is blue.", "It is green.")
+
+
+def test_a_dialogue_in_one_text_is_cut_before_its_last_answer(tmp_path: Path) -> None:
+    talk = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: The sky?\n\nAssistant:"
+    found = pair(env(tmp_path, [{"chosen": f"{talk} It is blue.", "rejected": f"{talk} It is green."}]))
+    assert (found.task.prompt, found.chosen, found.rejected) == (talk, " It is blue.", " It is green.")
+
+
+def test_a_text_without_spaces_is_cut_where_it_differs(tmp_path: Path) -> None:
+    found = pair(
+        env(tmp_path, [{"chosen": "天空是蓝色", "rejected": "天空是绿色"}, {"chosen": "天空是", "rejected": "天空"}])
+    )
+    assert (found.task.prompt, found.chosen, found.rejected) == ("天空是", "蓝色", "绿色")
+
+
+def test_what_a_pair_gives(tmp_path: Path) -> None:
+    rows = [{**TEXTS["text with a prompt"], "id": "a", "margin": 2, "w": 3.5, "source": "web"}]
+    built = env(tmp_path, rows, weight_column="w")
+    found, abilities = pair(built), built.abilities
+    assert (found.margin, found.weight, found.place) == (2.0, 3.5, f"{tmp_path}/rows.jsonl:1")
+    assert found.task.id == "a" and dict(found.task.info) == {"source": "web"}
+    assert abilities.judgements is not None and abilities.judgements.kinds == ("pair", "ranking", "label")
+    ranking = drawn(built, "ranking")
+    assert isinstance(ranking, Ranking) and ranking.completions == (" blue.", " green.")
+    labels = [drawn(built, "label", seed=s) for s in range(20)]
+    assert {(x.completion, x.good) for x in labels if isinstance(x, Label)} == {(" blue.", True), (" green.", False)}
+    assert built.styles == ("chosen",)
+    assert built.demonstrate(found.task, "chosen", np.random.default_rng(0), 0.0) == ("The sky is", " blue.")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: rows judged as pair give no steps: use one of pair"):
+        drawn(built, "steps")
+    assert set(" blue.green") <= set(abilities.alphabet or "")
+
+
+RANKED = [
+    {"completions": ["best", "middle", "worst"]},
+    {"completions": ["middle", "worst", "best"], "scores": [0.5, -1e9, 7]},
+    {"completions": ["worst", "best", "middle"], "ranks": [3, 1, 2]},
+]
+
+
+@pytest.mark.parametrize("row", RANKED)
+def test_rankings(tmp_path: Path, row: dict[str, Any]) -> None:
+    built = env(tmp_path, [{"prompt": "p", **row}])
+    found = drawn(built, "ranking")
+    assert isinstance(found, Ranking) and found.completions == ("best", "middle", "worst")
+    assert built.abilities.judgements is not None and built.abilities.judgements.kinds == ("ranking", "pair")
+    pairs = {(p.chosen, p.rejected): p.margin for p in (pair(built, seed=s) for s in range(60))}
+    assert set(pairs) == {("best", "middle"), ("best", "worst"), ("middle", "worst")}
+    assert pairs[("best", "middle")] == (6.5 if "scores" in row else None)
+    assert built.styles == ("chosen",) and built.demonstrate(tasks(built)[0], "chosen", np.random.default_rng(0), 0)[1]
+
+
+def test_which_pairs_are_made_of_a_ranking(tmp_path: Path) -> None:
+    row = {"prompt": "p", **RANKED[0]}
+    for rule, wanted in {"best": {("best", "middle"), ("best", "worst")}, "ends": {("best", "worst")}}.items():
+        built = env(tmp_path, [row], pairs=rule)
+        assert {(p.chosen, p.rejected) for p in (pair(built, seed=s) for s in range(40))} == wanted
+
+
+def test_tied_scores_give_pairs_and_no_ranking(tmp_path: Path) -> None:
+    built = env(tmp_path, [{"prompt": "p", "completions": ["a", "b", "c"], "scores": [1, 1, 0]}])
+    assert built.abilities.judgements is not None and built.abilities.judgements.kinds == ("pair",)
+    assert {(p.chosen, p.rejected) for p in (pair(built, seed=s) for s in range(40))} == {("a", "c"), ("b", "c")}
+
+
+LABELLED = [
+    {"prompt": "p", "completion": "good", "label": True},
+    {"prompt": "p", "completion": "bad", "label": False},
+    {"prompt": "q", "completion": "fine", "label": 1},
+    {"prompt": "q", "completion": "poor", "label": 0},
+]
+
+
+def test_labels_and_the_pairs_made_of_them(tmp_path: Path) -> None:
+    built = env(tmp_path, LABELLED)
+    found = drawn(built, "label", 1)
+    assert isinstance(found, Label) and (found.completion, found.good) == ("bad", False)
+    assert built.abilities.judgements is not None and built.abilities.judgements.kinds == ("label", "pair")
+    assert [(pair(built, i).chosen, pair(built, i).rejected) for i in range(4)] == [("good", "bad")] * 2 + [
+        ("fine", "poor")
+    ] * 2
+    assert pair(built).place == f"{tmp_path}/rows.jsonl:1 and {tmp_path}/rows.jsonl:2" and pair(built).margin is None
+    texts = [built.demonstrate(t, "chosen", np.random.default_rng(0), 0)[1] for t in tasks(built)]
+    assert texts == ["good", "good", "fine", "fine"]
+
+
+def test_labels_of_which_no_pair_can_be_made(tmp_path: Path) -> None:
+    rows = [*LABELLED, {"prompt": "r", "completion": "alone", "label": False}]
+    built = env(tmp_path, rows)
+    assert built.abilities.judgements is not None and built.abilities.judgements.kinds == ("label",)
+    assert built.styles == ()
+    built = env(tmp_path, rows, leave_out="unpaired")
+    assert built.abilities.judgements is not None and built.abilities.judgements.kinds == ("label", "pair")
+    assert len(built.rows) == 4 and built.without == (
+        "left out 1 of 5 rows as unpaired (no pair can be made of its prompt, because nothing there was judged better"
+        f" than anything else): {tmp_path}/rows.jsonl:5",
+    )
+    with pytest.raises(DataError, match="no pair can be made"):
+        env(tmp_path, rows[-1:], leave_out="unpaired")
+
+
+def test_ratings(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "completion": "a", "ratings": {"helpfulness": 4, "verbosity": 1.5}},
+        {"prompt": "p", "completion": "b", "ratings": {"helpfulness": 1, "verbosity": 3}},
+    ]
+    flat = [{"prompt": r["prompt"], "completion": r["completion"], **r["ratings"]} for r in rows]
+    for given_rows in (rows, flat):
+        built = env(tmp_path, given_rows)
+        found = drawn(built, "rating", 1)
+        assert isinstance(found, Rating) and found.ratings == {"helpfulness": 1.0, "verbosity": 3.0}
+        assert built.abilities.judgements is not None and built.abilities.judgements.kinds == ("rating",)
+        built = env(tmp_path, given_rows, attribute="verbosity")
+        assert (pair(built).chosen, pair(built).margin) == ("b", 1.5)
+        assert built.abilities.judgements is not None and built.abilities.judgements.kinds == ("rating", "pair")
+        with pytest.raises(DataError, match=r"helpfulness, verbosity; say by which .* env.args.attribute"):
+            env(tmp_path, given_rows, leave_out="unpaired")
+    own = [{"prompt": "p", "completion": "a", "taste": 1}, {"prompt": "p", "completion": "b", "taste": 2}]
+    assert pair(env(tmp_path, own, attributes="taste")).chosen == "b"
+
+
+def test_steps(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "completions": ["one", "two"], "labels": [True, False]},
+        {"prompt": "q", "completions": ["one"], "labels": [0]},
+    ]
+    found = drawn(env(tmp_path, rows), "steps")
+    assert isinstance(found, StepLabels) and (found.steps, found.labels) == (("one", "two"), (1, -1))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: .* not known whether 0 is neutral or wrong"):
+        env(tmp_path, rows[1:])
+    wrong = drawn(env(tmp_path, rows[1:], zero_label="wrong"), "steps")
+    assert isinstance(wrong, StepLabels) and wrong.labels == (-1,)
+    assert env(tmp_path, rows[1:], zero_label="neutral").styles == ("chosen",)
+
+
+def test_several_pairs_of_one_prompt_are_on_one_side(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i % 10}", "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(40)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in rows))
+    built = environment(Env(name="prompts", prompts=str(path), heldout=2), 0)
+    held = {t.prompt for t in built.heldout}
+    assert len(held) == 2 and len(built.heldout) == 8
+    assert not held & {built.train.task(i).prompt for i in range(built.train.count or 0)}
+
+
+def test_the_environment_judges_nothing_itself(tmp_path: Path) -> None:
+    built = env(tmp_path, [TEXTS["text with a prompt"]])
+    assert not built.abilities.judges
+    world: Any = built
+    check_environment(world, [Supervised(name="sft", style="chosen")], Env())
+    with pytest.raises(ConfigError, match="rl learns from verdicts .* Give env.rewards"):
+        check_environment(world, [Reinforce(name="rl")], Env())
+    check_environment(world, [Reinforce(name="rl")], Env(rewards=(Reward(function="model:judge"),)))
+    with pytest.raises(ConfigError, match="needs env.rewards.*'chosen' and 'rejected'"):
+        env(tmp_path, [{"prompt": "p"}])
+    with pytest.raises(ConfigError, match="needs env.rewards"):
+        env(tmp_path, [TEXTS["text with a prompt"]], judged="none")
+
+
+def test_columns_of_other_names(tmp_path: Path) -> None:
+    rows = [{"q": "p", "yes": "a", "no": "b", "by": 1}]
+    args = {"prompt_column": "q", "chosen_column": "yes", "rejected_column": "no", "margin_column": "by"}
+    assert pair(env(tmp_path, rows, **args)).margin == 1.0
+
+
+P = {"prompt": "p"}
+WRONG = [
+    ([{**P, "chosen": "a"}], "rows.jsonl:1: there is 'chosen' and no 'rejected'"),
+    ([{**P, "chosen": "a", "rejected": ""}], "rows.jsonl:1: 'rejected' is empty"),
+    ([{**P, "chosen": "a", "rejected": " \n"}], "'rejected' is empty"),
+    ([{**P, "chosen": "a", "rejected": "a"}], "same text.*leave_out=identical"),
+    ([{**P, "chosen": "a", "rejected": [BLUE]}], "one completion is text, and 'rejected' is not"),
+    ([{**P, "chosen": 1, "rejected": 2}], "'chosen' is a number, wanted text or a list of messages"),
+    ([{**P, "chosen": {"a": 1}, "rejected": []}], "'chosen' is an object"),
+    ([{"chosen": [BLUE], "rejected": [GREEN]}], "no column 'prompt'.*is one message"),
+    ([{"chosen": [SKY], "rejected": [SKY, GREEN]}], "last message of 'chosen' has role 'user'"),
+    ([{"chosen": [SKY, BLUE, GREEN], "rejected": [SKY, GREEN]}], "'chosen' ends with two messages of the assistant"),
+    ([{"prompt": [SKY], "chosen": [BLUE], "rejected": [SKY, GREEN]}], "'chosen' is one message, and another"),
+    ([{"prompt": [SKY, BLUE], "chosen": "a", "rejected": "b"}], "'prompt' ends with the assistant's message"),
+    ([{"chosen": [SKY, BLUE], "rejected": [{**SKY, "content": "x"}, GREEN]}], "differ at message 1.*leave_out=drift"),
+    ([{"prompt": "x", "chosen": [SKY, BLUE], "rejected": [SKY, GREEN]}], "no message of the user in 'chosen'"),
+    ([{"prompt": [BLUE | {"role": "user"}], "chosen": [SKY, BLUE], "rejected": [SKY, GREEN]}], "differ at message 1"),
+    ([{"chosen": "ab", "rejected": "cd"}], "share no beginning.*leave_out=drift"),
+    ([{"chosen": "ab", "rejected": "ab"}], "same text, and there is no prompt"),
+    ([{**P, "chosen": "a", "rejected": "\ud800"}], "half of a surrogate pair"),
+    ([{"chosen": [{"role": "bot", "content": "x"}], "rejected": "b", **P}], "write all as text|has role 'bot'"),
+    ([{"chosen": [SKY, {"role": "bot", "content": "x"}], "rejected": [SKY, BLUE]}], "chat templates do not know"),
+    ([{**P, "chosen": "a", "rejected": "b", "margin": float("nan")}], "'margin' is nan"),
+    ([{**P, "chosen": "a", "rejected": "b", "margin": 10**400}], "'margin' is a whole number of 1329 bits"),
+    ([{**P, "chosen": "a", "rejected": "b", "margin": -1}], "'margin' is -1, below 0"),
+    ([{**P, "chosen": "a", "rejected": "b", "margin": True}], "'margin' is true or false, wanted a number"),
+    ([{**P, "chosen": "a", "rejected": "b", "tools": [{"name": "f"}]}], "'tools' offers tools"),
+    ([{**P, "completions": ["a"]}], "has 1 completions"),
+    ([{**P, "completions": ["a", "b"], "scores": [1]}], "'scores' has 1 entries for 2 completions"),
+    ([{**P, "completions": ["a", "b"], "scores": [1, None]}], r"'scores\[1\]' is missing"),
+    ([{**P, "completions": ["a", "b"], "scores": [1, 1]}], "all of 'scores' are 1.*leave_out=unpaired"),
+    ([{**P, "completions": ["a", "a"], "scores": [1, 2]}], "same text, judged differently"),
+    ([{**P, "completions": ["a", "b"], "scores": [1, 2], "ranks": [2, 1]}], "give one of them"),
+    ([{**P, "completions": ["a"] * 2000}], "at most 1024"),
+    ([{**P, "completion": "a", "label": True, "ratings": {"x": 1}}], "say which, env.args.judged=label or rating"),
+    ([{**P, "completion": "a", "ratings": {"x": "high"}}], "'x' is text, wanted a number"),
+    ([{**P, "completion": "a", "ratings": {"x": float("inf")}}], "'x' is inf"),
+    ([{**P, "completion": "a", "ratings": {}}], "no ratings"),
+    ([{**P, "completion": "a", "ratings": [1]}], "no ratings"),
+    (
+        [{**P, "completion": "a", "ratings": {"x": 1}}, {**P, "completion": "a", "ratings": {"y": 1}}],
+        "rows.jsonl:2: the ratings are y, and at .*rows.jsonl:1 they are x",
+    ),
+    ([{**P, "completions": [], "labels": []}], "wanted at least one step"),
+    ([{**P, "completions": ["a"], "labels": [2]}], r"'labels\[0\]' is a number \(2\)"),
+    ([{**P, "completions": ["a"], "labels": [1.0]}], r"'labels\[0\]' is a number \(1.0\)"),
+    ([{**P, "completions": ["a"], "labels": [True, True]}], "2 entries for 1 completions"),
+    ([{**P, "completions": [""], "labels": [True]}], "wanted the text of a step"),
+    ([{"completions": ["a"], "labels": [True]}], "no column 'prompt'"),
+    (
+        [{**P, "chosen": "a", "rejected": "b"}, {**P, "completion": "a", "label": True}],
+        "rows.jsonl:2: the row is judged as label, and the one at .*rows.jsonl:1 is judged as pair",
+    ),
+    ([{**P, "chosen": "a", "rejected": "b"}, P], "rows.jsonl:2: the row is not judged"),
+]
+
+
+@pytest.mark.parametrize(("rows", "message"), WRONG)
+def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, rows: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as error:
+        env(tmp_path, rows)
+    assert str(error.value).startswith(str(tmp_path / "rows.jsonl"))
+
+
+def test_keys_that_are_given_twice(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt":"p","chosen":"a","rejected":"b","chosen":"c"}')
+    with pytest.raises(DataError, match=r"rows.jsonl:1: key 'chosen' is given twice"):
+        environment(Env(name="prompts", prompts=str(tmp_path / "rows.jsonl")), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "near"),
+    [("judged", "pairs", "'pair'"), ("pairs", "bset", "'best'"), ("leave_out", "identicl", "'identical'")],
+)
+def test_settings_that_do_not_exist(tmp_path: Path, name: str, value: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"env.args.{name}='{value}': did you mean {near}"):
+        env(tmp_path, [TEXTS["text with a prompt"]], **{name: value})
+
+
+def test_rows_are_left_out_by_what_is_wrong_with_them_and_counted(tmp_path: Path) -> None:
+    rows = [{**P, "chosen": f"a{i}", "rejected": f"a{i}" if i % 2 else "b"} for i in range(10)]
+    built = env(
+        tmp_path,
+        [*rows, {"chosen": [SKY, BLUE], "rejected": [GREEN | {"role": "user"}, GREEN]}],
+        leave_out="identical, drift",
+    )
+    at = [f"{tmp_path}/rows.jsonl:{i}" for i in (2, 4, 6, 11)]
+    assert len(built.rows) == 5 and [w.partition("): ")[2] for w in built.without] == [
+        f"{', '.join(at[:3])} and 2 more",
+        at[3],
+    ]
+    assert built.without[0].startswith("left out 5 of 11 rows as identical")
+
+
+texts = st.text(max_size=12)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "a"]), v, max_size=3),
+    max_leaves=6,
+)
+messages = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "bot"]), "content": texts}), max_size=3
+)
+columns = st.sampled_from(
+    [
+        "prompt",
+        "chosen",
+        "rejected",
+        "completion",
+        "completions",
+        "scores",
+        "ranks",
+        "label",
+        "labels",
+        "ratings",
+        "margin",
+        "helpfulness",
+        "id",
+        "answer",
+        "messages",
+    ]
+)
+any_row = st.dictionaries(columns, values | messages | st.lists(texts, max_size=3), max_size=7)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], deadline=None)
+@given(rows=st.lists(any_row, min_size=1, max_size=4))
+def test_any_rows_are_read_whole_or_refused_in_a_sentence(tmp_path: Path, rows: list[Any]) -> None:
+    try:
+        built = env(tmp_path, rows)
+    except (DataError, ConfigError) as error:
+        assert str(error).startswith((str(tmp_path), "env.name='prompts' needs env.rewards"))
+        return
+    assert len(built.rows) == len(rows) and built.abilities.judgements is not None
+    for kind in built.abilities.judgements.kinds:
+        for i in range(len(rows)):
+            found = drawn(built, kind, i)
+            assert found.task is tasks(built)[i]
+            if isinstance(found, Pair):
+                assert found.chosen != found.rejected and found.chosen.strip() and found.rejected.strip()
+
+
+sides = st.lists(st.sampled_from(["a", "b ", " c", "\n", "dd"]), max_size=8).map("".join)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(shared=sides, one=sides, other=sides)
+def test_the_sides_of_a_whole_text_are_what_was_given(tmp_path: Path, shared: str, one: str, other: str) -> None:
+    row = {"chosen": shared + one, "rejected": shared + other}
+    try:
+        found = pair(env(tmp_path, [row]))
+    except DataError:
+        return
+    assert isinstance(found.task.prompt, str)
+    assert found.task.prompt + found.chosen == row["chosen"]
+    assert found.task.prompt + found.rejected == row["rejected"]

@@ -1,0 +1,136 @@
+"""The stage that learns from preferences between its own samples: how pairs are made, and runs that use them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import posttrain
+from posttrain.controller.stages.online import OnlineDriver
+from posttrain.core import reader
+from posttrain.core.checkpoint import find
+from posttrain.core.errors import ConfigError
+from posttrain.core.gauge import Step
+from posttrain.core.pieces.judged import BestWorst, TwoSamples
+from posttrain.core.preference_ladder import DPO, ITERATIVE_DPO, OAIF, XPO
+from posttrain.core.preference_stage import OnlinePreference
+from posttrain.core.run import Optimizer, Run
+from posttrain.core.sampling import Sampling
+from posttrain.core.stop import Stop
+from posttrain.core.streams import SIDE
+from posttrain.core.transcript import Transcript
+from posttrain.core.types import Episode, Group, Said, Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.role.sampled_pairs import batch_of_pairs, sampled_pairs
+from tests.tiny import play, tiny_parts, tiny_run
+
+SAMPLING = Sampling(stop_ids=(0,))
+
+
+def episode(sibling: int, score: float | None, tokens: int = 2, resolution: float = 2.0**-40) -> Episode:
+    transcript = Transcript(SAMPLING)
+    transcript.see([1, 2])
+    ids = np.arange(3, 3 + tokens, dtype=np.int32)
+    transcript.say(Said(ids, np.full(tokens, -0.5, np.float32), np.zeros(tokens, np.int32), Stop.LENGTH))
+    verdict = Verdict.failed("outage") if score is None else Verdict.value(score)
+    return Episode(
+        Task("t", "p"),
+        0,
+        sibling,
+        (transcript.segment(),),
+        Stop.LENGTH,
+        (Judged("own", 1.0, verdict, None, False, resolution),),
+    )
+
+
+def group(*scores: float | None, resolution: float = 2.0**-40) -> Group:
+    return Group(Task("t", "p"), 0, tuple(episode(i, s, i + 1, resolution) for i, s in enumerate(scores)))
+
+
+def test_the_better_of_two_is_chosen_and_others_are_not_looked_at() -> None:
+    found = sampled_pairs([group(0.0, 1.0, 5.0)], TwoSamples())
+    assert [(p.chosen.sibling, p.rejected.sibling, p.margin) for p in found.pairs] == [(1, 0, 1.0)]
+
+
+def test_the_best_and_the_worst_of_all() -> None:
+    found = sampled_pairs([group(0.5, 0.0, 1.0, 1.0, 0.0)], BestWorst(of=5))
+    assert [(p.chosen.sibling, p.rejected.sibling) for p in found.pairs] == [(2, 1)]
+
+
+def test_what_is_judged_alike_or_not_judged_makes_no_pair() -> None:
+    """Rounding is no preference, and an outage is no low score."""
+    groups = [group(1.0, 1.0), group(0.1 + 0.2, 0.3), group(None, 1.0), group(0.0, None, 1.0)]
+    found = sampled_pairs(groups, TwoSamples())
+    assert (found.tied, found.unjudged, len(found.pairs)) == (2, 1, 1)
+    assert (found.pairs[0].chosen.sibling, found.pairs[0].rejected.sibling) == (2, 0)
+    coarse = sampled_pairs([group(0.5, 0.5001, resolution=1e-3)], TwoSamples())
+    assert coarse.tied == 1 and not coarse.pairs
+
+
+def test_a_batch_of_pairs_has_the_chosen_one_first() -> None:
+    batch = batch_of_pairs(sampled_pairs([group(0.0, 1.0), group(1.0, 0.0)], TwoSamples()).pairs)
+    assert batch.unit_E is not None and batch.unit_E.tolist() == [0, 0, 1, 1]
+    assert batch[SIDE].tolist() == [1, 1, 0, 1, 0, 0]
+
+
+def online_run(**settings: Any) -> Run:
+    run = tiny_run()
+    given = {
+        "sampling": Sampling(max_tokens=6),
+        "optimizer": Optimizer(lr=1e-3, warmup=1),
+        "prompts": 6,
+        "steps": 3,
+        "eval_every": 0,
+        "checkpoint_every": 1,
+    } | settings
+    return replace(run, stages=(run.stages[0], OnlinePreference(name="online", **given)))
+
+
+def lines(folder: Path) -> list[Step]:
+    return [s for s in reader.steps(folder) if s.stage == "online"]
+
+
+@pytest.mark.parametrize("algorithm", [OAIF, ITERATIVE_DPO], ids=lambda a: a.name)
+def test_it_learns_from_its_own_samples(tmp_path: Path, algorithm: Any) -> None:
+    results = asyncio.run(play(tiny_parts(tmp_path / "run", online_run(algorithm=algorithm))))
+    taken = lines(tmp_path / "run")
+    assert len(taken) == 3 and results[-1].accuracy is not None
+    paired = [s for s in taken if s.gauges["preference/pairs"].sum]
+    assert all(math.isfinite(s.gauges["preference/loss"].mean) for s in paired)
+    assert all(s.gauges["preference/gap"].mean > 0 for s in paired)
+    assert results[-1].optimizer_steps == len(paired)
+
+
+@pytest.mark.prove
+def test_a_killed_stage_goes_on_as_if_it_had_never_been_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = replace(online_run(algorithm=ITERATIVE_DPO, steps=4), deterministic=True)
+    posttrain.run(run, out=tmp_path / "whole", quiet=True)
+    remember = OnlineDriver.remember
+
+    class Killed(Exception):
+        pass
+
+    def killed(self: OnlineDriver, asked: Any, step: Step) -> Step:
+        if step.index == 3:
+            raise Killed
+        return remember(self, asked, step)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(OnlineDriver, "remember", killed)
+        posttrain.run(run, out=tmp_path / "cut", quiet=True)
+    posttrain.run(resume=tmp_path / "cut", quiet=True)
+    assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
+    assert find(tmp_path / "cut").state["weights"] == find(tmp_path / "whole").state["weights"]
+
+
+def test_algorithms_of_given_pairs_and_of_opponents_are_refused() -> None:
+    with pytest.raises(ConfigError, match="learns from given judgements"):
+        online_run(algorithm=DPO)
+    with pytest.raises(ConfigError, match="plays against an opponent"):
+        online_run(algorithm=XPO)
