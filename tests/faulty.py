@@ -12,9 +12,11 @@ from typing import Any
 
 import posttrain
 from posttrain.core import reader
+from posttrain.core.env import Reward
 from posttrain.core.errors import PosttrainError
 from posttrain.core.ports import Talk
 from posttrain.core.preference_stage import Preference
+from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task
@@ -106,7 +108,30 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
             name="dpo", steps=steps, batch=6, optimizer=Optimizer(lr=1e-3, warmup=1), eval=False, checkpoint_every=0
         )
         run = replace(run, stages=(stage,))
+    if needs in ("reward_model", "judge"):
+        run = _rewarded(run, needs)
     return run
+
+
+def _rewarded(run: Run, needs: str) -> Run:
+    """A reward model on the world with a planted taste; with `judge` RL against it follows."""
+    judged = Env(name="replies", args={"numbers": 2, "margins": True}, heldout=10)
+    rm = RewardModel(
+        name="rm",
+        steps=run.stages[-1].steps if needs == "reward_model" else 3,
+        batch=8,
+        centre=0.05,
+        optimizer=Optimizer(lr=3e-3, warmup=1),
+        eval=needs == "judge",
+        hands_on=needs == "reward_model",
+        checkpoint_every=0,
+    )
+    model = replace(MODEL, context=64)
+    if needs == "reward_model":
+        return replace(run, model=model, env=judged, stages=(rm,))
+    paid = replace(judged, rewards=(Reward(function="model:stage:rm"),), measured=True)
+    rl = replace(run.stages[-1], sampling=Sampling(max_tokens=8))
+    return replace(run, model=model, env=paid, stages=(rm, rl))
 
 
 def catch(fault: Fault, model: Path, folder: Path) -> Caught | None:

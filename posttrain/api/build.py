@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from posttrain.api.branch import begun_with, run_source
 from posttrain.api.engines import keep_timeline, make_engine
 from posttrain.api.environments import distinct
 from posttrain.api.request import check_lengths
-from posttrain.api.reward_models import make_judges, with_reward_head
+from posttrain.api.reward_models import RewardModels, with_reward_head
 from posttrain.api.target import open_policy
 from posttrain.checks.watch import observers, of_run
 from posttrain.controller.parts import RunParts, StageSetting
@@ -223,8 +223,14 @@ class PolicyRoles:
     """Ends the engine and frees its threads, processes and memory."""
 
 
-def make_roles(run: Run, policy: Policy, env: Environment) -> PolicyRoles:
-    """The learner, the engine (with its own copy of the weights) and the rollout of one policy."""
+def make_roles(
+    run: Run, policy: Policy, env: Environment, judges: Sequence[RewardModelJudge] | None = None
+) -> PolicyRoles:
+    """The learner, the engine (with its own copy of the weights) and the rollout of one policy.
+
+    Args:
+        judges: the reward models that judge. None: those of the run's rewards that it did not train itself.
+    """
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = HFLearner(
         policy,
@@ -236,9 +242,9 @@ def make_roles(run: Run, policy: Policy, env: Environment) -> PolicyRoles:
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     serving = make_engine(run, policy, renderer.decode)
     engine = serving.sampler
-    judges = make_judges(run, run.env, policy)
+    found = RewardModels(run, policy).judges(run.env) if judges is None else tuple(judges)
     rollout = Rollout(
-        engine, env, lambda task: RenderedDialogue(renderer, task), run.seed, renderer, run.env.limits, judges
+        engine, env, lambda task: RenderedDialogue(renderer, task), run.seed, renderer, run.env.limits, found
     )
     return PolicyRoles(
         learner, engine, renderer, rollout, Sync(learner, engine, probe_ids(policy), run.model.dtype), serving.close
@@ -257,11 +263,22 @@ def probe_ids(policy: Policy) -> np.ndarray:
     return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)
 
 
-def _own_rollout(run: Run, stage: Stage, policy: Policy, rollout: Rollout, env: Environment) -> Rollout:
-    """The rollout of a stage with its own environment."""
-    own = run.env_of(stage)
-    judges = rollout.judges if own.rewards == run.env.rewards else make_judges(run, own, policy)
-    return replace(rollout, environment=env, limits=own.limits, judges=judges)
+@dataclass
+class StageJudges:
+    """The reward models that judge in a stage: of its own rewards, those that are trained by then."""
+
+    run: Run
+    models: RewardModels
+    say: Callable[[str], None]
+    said: set[str] = field(default_factory=set[str])
+
+    def __call__(self, stage: Stage) -> tuple[RewardModelJudge, ...]:
+        before = tuple(s.name for s in self.run.stages[: self.run.stages.index(stage)])
+        found = self.models.judges(self.run.env_of(stage), before)
+        for line in (j.line for j in found if j.line not in self.said):
+            self.said.add(line)
+            self.say(line)
+        return found
 
 
 def _check_optimizers(run: Run, parameters: list[str]) -> None:
@@ -287,14 +304,16 @@ def make_parts(
         others: see `make_policy`.
         say: tells the user of what takes long.
     """
-    roles = make_roles(run, policy, env)
+    models = RewardModels(run, policy, book.folder)
+    judges = StageJudges(run, models, say)
+    for one in (run.env, *(s.env for s in run.stages if s.env is not None)):
+        models.judges(one)  # a path that is no reward model is refused now
+    roles = make_roles(run, policy, env, judges(run.stages[0]))
     learner = roles.learner
     if run.model.compile:
         say("compiling the learner's layers (model.compile=true) ...")
         say(learner.compile(packed_text(probe_ids(policy))))
     others = others or {}
-    for line in (j.line for j in roles.rollout.judges if isinstance(j, RewardModelJudge)):
-        say(line)
 
     def close() -> None:
         keep_timeline(roles.engine, book.folder)
@@ -317,10 +336,13 @@ def make_parts(
         teacher=lambda path: make_teacher(run, path, policy),
         optimize=partial(make_optimizer, run.model, learner),
         settings={
-            s.name: StageSetting(others[s.name], _own_rollout(run, s, policy, roles.rollout, others[s.name]))
+            s.name: StageSetting(
+                others[s.name], replace(roles.rollout, environment=others[s.name], limits=run.env_of(s).limits)
+            )
             for s in run.stages
             if s.name in others
         },
+        judges=judges,
         observe=observers,
         watch=of_run(),
         trackers=trackers,

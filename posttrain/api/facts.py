@@ -43,7 +43,7 @@ class RecordedFacts:
             top=recorded.top,
             teacher=recorded.stage.reference is not None,
             sources=len({j.source for j in verdicts if j.counts}),
-            steps=any(not j.counts for j in verdicts),
+            steps=any(j.end is not None and not j.paid for j in verdicts),
             paid=any(j.paid for j in verdicts),
             turns=any(np.count_nonzero(np.diff(s.mask.astype(np.int8))) > 2 for e in episodes for s in e.segments),
             remembered=remembered,

@@ -130,6 +130,7 @@ def evaluate(
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = _contract(run, max_tokens, temperature)
     from posttrain.api.build import make_policy, make_roles, use_threads
+    from posttrain.api.reward_models import judges_of
     from posttrain.api.waiting import wait
     from posttrain.role.weights import load_average, load_weights
 
@@ -145,7 +146,8 @@ def evaluate(
             report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
         else:
             policy = make_policy(run, environment, written=written, own=Path(target) if weights is not None else None)
-            with closing(make_roles(run, policy, environment)) as roles:
+            judges = judges_of(run, policy, Path(target) if weights is not None else None)
+            with closing(make_roles(run, policy, environment, judges)) as roles:
                 if weights is not None:
                     (load_average if ema else load_weights)(weights, roles.learner)
                 sampling = contract.resolve(policy.stop_ids, roles.renderer.spell)

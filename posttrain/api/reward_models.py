@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from posttrain.api.reward_paths import trained_model
 from posttrain.api.target import kept_policy
-from posttrain.core.env import Env, Reward
+from posttrain.core.batch import Packed
+from posttrain.core.checkpoint import KEPT, kept_folder
+from posttrain.core.env import STAGE, Env, Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.reward_model import head_of
 from posttrain.core.run import Run
-from posttrain.engine.heads import RewardHead
+from posttrain.engine.heads import NAME, RewardHead
 from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy
+from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.readout import read_out
 from posttrain.engine.reward_folder import read_reward_model
 from posttrain.engine.transform import logit_dtype
@@ -45,34 +50,116 @@ def reward_policy(folder: Path, checkpoint: str = "last", trust: bool = False) -
     return policy
 
 
-def make_judges(run: Run, env: Env, policy: Policy) -> tuple[RewardModelJudge, ...]:
-    """The judges of an environment's rewards that are models, in order.
+class RewardModels:
+    """The reward models of a run's settings, each loaded once.
 
-    Raises:
-        ConfigError: a path is no reward model, or one whose context is too short.
+    Args:
+        folder: the run folder, with the reward models that its own stages trained. None: there is none.
     """
-    out: list[RewardModelJudge] = []
-    for reward in (r for r in env.rewards if r.models):
-        members = tuple(_member(run, path, policy) for path in reward.models)
-        name = "+".join(m.name for m in members)
-        resolution = RESOLUTIONS[run.model.dtype] if reward.resolution is None else reward.resolution
-        anew = [m.name for m in members if m.renderer is not None]
-        reads = f"; {' and '.join(anew)} read the conversation anew, in their own tokens" if anew else ""
-        how = "" if len(members) == 1 else f", {_words(reward)}"
-        line = f"reward model {name} (weight {reward.weight:g}{how}) reads the policy's tokens{reads}"
-        if len(anew) == len(members):
-            line = (
-                f"reward model {name} (weight {reward.weight:g}{how}) has another tokenizer or chat template than the"
+
+    def __init__(self, run: Run, policy: Policy, folder: Path | None = None) -> None:
+        self._run, self._policy, self._folder = run, policy, folder
+        self._members: dict[str, JudgeMember] = {}
+
+    def judges(self, env: Env, trained: Collection[str] = ()) -> tuple[RewardModelJudge, ...]:
+        """The judges of an environment's rewards that are models, in order.
+
+        Args:
+            trained: stages of the run that have trained a reward model by now. A judge that asks for another one is
+                left out.
+
+        Raises:
+            ConfigError: a path is no reward model, or one whose context is too short.
+        """
+        out = [self._judge(r) for r in env.rewards if r.models and set(r.stages) <= set(trained)]
+        names = [j.name for j in out]
+        if twice := [n for n in names if names.count(n) > 1]:
+            raise ConfigError(
+                f"reward model {twice[0]!r} is given twice: give it once, with the weight you want, or rename one of"
+                " the directories"
             )
-            line += " policy: it reads each conversation anew, in its own tokens"
-        out.append(RewardModelJudge(name, reward.weight, members, reward.combine, reward.pessimism, resolution, line))
-    names = [j.name for j in out]
-    if twice := [n for n in names if names.count(n) > 1]:
-        raise ConfigError(
-            f"reward model {twice[0]!r} is given twice: give it once, with the weight you want, or rename one of the"
-            " directories"
+        return tuple(out)
+
+    def _judge(self, reward: Reward) -> RewardModelJudge:
+        members = tuple(self._member(path) for path in reward.models)
+        name = "+".join(m.name for m in members)
+        default = RESOLUTIONS[self._run.model.dtype]
+        return RewardModelJudge(
+            name,
+            reward.weight,
+            members,
+            reward.combine,
+            reward.pessimism,
+            default if reward.resolution is None else reward.resolution,
+            reward.measured,
+            _line(name, reward, members),
         )
-    return tuple(out)
+
+    def _member(self, path: str) -> JudgeMember:
+        if path not in self._members:
+            self._members[path] = self._load(path)
+        return self._members[path]
+
+    def _load(self, path: str) -> JudgeMember:
+        if path.startswith(STAGE):
+            name = path.removeprefix(STAGE)
+            assert self._folder is not None
+            member = _as_member(name, _frozen(stage_policy(self._folder, name)), None)
+            return replace(member, stage=name)
+        return _member(self._run, path, self._policy)
+
+
+class FrozenRewards:
+    """`role.reward_judge.RewardScorer` of a policy with a reward head, which does not train."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._learner = policy, HFLearner(policy)
+
+    def rewards(self, packed: Packed) -> np.ndarray:
+        """float32 [S]: the score of each segment, without gradient."""
+        return self._learner.rewards(packed)
+
+    def tensors(self) -> Mapping[str, Any]:
+        """Its weights by name, the head's included."""
+        head = self._policy.reward_head
+        assert head is not None
+        own = {f"{NAME}.{n}": p for n, p in head.named_parameters()}
+        return {**dict(named_tensors(self._policy.module)), **own}
+
+
+def judges_of(run: Run, policy: Policy, folder: Path | None) -> tuple[RewardModelJudge, ...]:
+    """The judges of the run's rewards that are models. `folder`: its run folder, where it has one."""
+    kept = () if folder is None else tuple(p.name for p in (folder / KEPT).glob("[!.]*"))
+    return RewardModels(run, policy, folder).judges(run.env, kept)
+
+
+def stage_policy(folder: Path, stage: str, trust: bool = False) -> Policy:
+    """The reward model that a stage of a run trained, from what the run keeps under its name."""
+    policy = with_reward_head(run_file(folder).run, kept_policy(folder, allow=trust))
+    load_weights(kept_folder(folder, stage), HFLearner(policy))
+    return policy
+
+
+def _frozen(policy: Policy) -> Policy:
+    policy.module.requires_grad_(False).eval()
+    if policy.reward_head is not None:
+        policy.reward_head.requires_grad_(False)
+    return policy
+
+
+def _line(name: str, reward: Reward, members: Sequence[JudgeMember]) -> str:
+    """What a judge is and reads, for people."""
+    how = "" if len(members) == 1 else f", {_words(reward)}"
+    weight = "measured, not paid" if reward.measured else f"weight {reward.weight:g}"
+    anew = [m.name for m in members if m.renderer is not None]
+    begins = f"reward model {name} ({weight}{how})"
+    if len(anew) == len(members):
+        return (
+            f"{begins} has another tokenizer or chat template than the policy: it reads each conversation anew, in its"
+            " own tokens"
+        )
+    reads = f"; {' and '.join(anew)} read the conversation anew, in their own tokens" if anew else ""
+    return f"{begins} reads the policy's tokens{reads}"
 
 
 def _words(reward: Reward) -> str:
@@ -85,7 +172,7 @@ def _member(run: Run, path: str, policy: Policy) -> JudgeMember:
         found = reward_policy(folder)
     else:
         found = read_reward_model(path, replace(run.model, compile=False, gradient_checkpointing="none"))
-    found.module.requires_grad_(False).eval()
+    _frozen(found)
     name = folder.resolve().name if folder.is_dir() else path
     alike = (found.tokenizer_digest, found.template_digest) == (policy.tokenizer_digest, policy.template_digest)
     if alike and found.context < policy.context:
@@ -94,6 +181,11 @@ def _member(run: Run, path: str, policy: Policy) -> JudgeMember:
             f" model.context to {found.context}, or use another reward model"
         )
     tokenizer: Any = found.tokenizer
-    return JudgeMember(
-        name, HFLearner(found), found.context, None if alike else Renderer(tokenizer, found.stop_ids, found.context)
-    )
+    return _as_member(name, found, None if alike else Renderer(tokenizer, found.stop_ids, found.context))
+
+
+def _as_member(name: str, found: Policy, renderer: Renderer | None) -> JudgeMember:
+    head = found.reward_head
+    assert head is not None
+    last = head.shape.pool == "last" and head.gate is None
+    return JudgeMember(name, FrozenRewards(found), found.context, renderer, last, head.blank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.core.checkpoint import Checkpoint, find
-from posttrain.core.env import Env
+from posttrain.core.env import STAGE, Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.reward_model import RewardModel, trained_at
@@ -15,19 +15,41 @@ from posttrain.engine.reward_form import form_of
 
 
 def check_reward_models(run: Run) -> None:
-    """Refuse a path that is no reward model. Needs no torch; a hub id is looked at when it is loaded.
+    """Refuse a path that is no reward model, and a stage that trains none or too late. Needs no torch; a hub id is
+    looked at when it is loaded.
 
     Raises:
         ConfigError, DataError: as said.
     """
     for prefix, env in _environments(run):
         for i, reward in enumerate(env.rewards):
+            for name in reward.stages:
+                _check_stage(run, f"{prefix}.rewards.{i}.function", env, name)
             for path in reward.models:
-                _check(f"{prefix}.rewards.{i}.function", path)
+                if not path.startswith(STAGE):
+                    _check(f"{prefix}.rewards.{i}.function", path)
 
 
 def _environments(run: Run) -> list[tuple[str, Env]]:
     return [("env", run.env), *((f"{s.name}.env", s.env) for s in run.stages if s.env is not None)]
+
+
+def _check_stage(run: Run, setting: str, env: Env, name: str) -> None:
+    """ConfigError where no stage of this name trains a reward model, or one that samples from this environment comes
+    before it."""
+    trained = [s.name for s in run.stages if isinstance(s, RewardModel)]
+    if name not in trained:
+        known = f"those that train one are {', '.join(trained)}" if trained else "no stage of this run trains one"
+        raise ConfigError(
+            f"{setting}=model:{STAGE}{name}: {known}. Name such a stage, or a directory with a reward model: model:PATH"
+        )
+    names = [s.name for s in run.stages]
+    early = [s.name for s in run.stages[: names.index(name)] if s.contract is not None and run.env_of(s) == env]
+    if early:
+        raise ConfigError(
+            f"{setting}=model:{STAGE}{name}: {early[0]} learns from what it samples before {name} has trained its"
+            f" reward model: give {early[0]} rewards of its own ({early[0]}.env), or put it behind {name}"
+        )
 
 
 def _check(setting: str, path: str) -> None:

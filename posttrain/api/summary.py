@@ -122,6 +122,16 @@ def agreement_lines(of: RunOutcome) -> list[str]:
     return out
 
 
+def proxy_lines(of: RunOutcome) -> list[str]:
+    """A line for each stage whose reward pays for something else than what is measured."""
+    return [
+        f"{s.name}: its reward pays {s.proxy.before:.3f} -> {s.proxy.after:.3f} for held-out answers, gain {s.proxy};"
+        " the tables have what is measured"
+        for s in of.stages
+        if s.proxy is not None
+    ]
+
+
 def unjudged(of: RunOutcome) -> list[str]:
     """Lines about samples without a verdict, by stage: those a source failed to judge, and those all sources abstained
     from."""
@@ -212,6 +222,7 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
     for line in (
         *filter(None, [footnote(of)]),
         *agreement_lines(of),
+        *proxy_lines(of),
         *role_lines(of),
         *memory_lines(of),
         *unjudged(of),
@@ -251,7 +262,9 @@ def markdown(of: RunOutcome, drawn_in: str = "") -> str:
     for what in ("accuracy", "reward") if graded else ("accuracy",):
         out += [_row([name.format(what if what == "accuracy" else "mean reward") for name in HEADER])]
         out += ["|---|" + "---:|" * (len(HEADER) - 1), *(_row([*map(_plain, row)]) for row in score_rows(of, what)), ""]
-    out += [_plain(line) + "\n" for line in (footnote(of), *agreement_lines(of), *unjudged(of)) if line]
+    out += [
+        _plain(line) + "\n" for line in (footnote(of), *agreement_lines(of), *proxy_lines(of), *unjudged(of)) if line
+    ]
     if found := findings_of(reader.steps(of.folder)):
         out += ["## What the rules saw", "", *(f"- {_plain(n.line)}" for n in found), ""]
     if said.advice:

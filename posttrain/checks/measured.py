@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from posttrain.checks.sampler import said_by_these_weights
 from posttrain.core.errors import InvariantError
-from posttrain.core.verdict import SOLVED, outcome
+from posttrain.core.verdict import SOLVED, Judged, outcome
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import EvaluatedEvent, Event, Observer, ObserverReport
 
@@ -18,7 +19,7 @@ def measured_right(report: EvaluationReport) -> None:
     means: list[float] = []
     right: list[float] = []
     for g in report.groups:
-        raw = [r for e in g.episodes if (r := outcome(e.verdicts)) is not None]
+        raw = [r for e in g.episodes if (r := _measured(e.verdicts)) is not None]
         if raw:
             means.append(math.fsum(raw) / len(raw))
             right.append(len([r for r in raw if r >= SOLVED]) / len(raw))
@@ -39,6 +40,15 @@ def measured_right(report: EvaluationReport) -> None:
                 f" {sum(n for n, _ in solved)} verdicts: unjudged samples must not count as wrong, and pass@k must be"
                 " the unbiased estimate"
             )
+
+
+def _measured(verdicts: Sequence[Judged]) -> float | None:
+    """The sum of what is measured and not paid, where anything is; else what is paid."""
+    own = [j for j in verdicts if j.measured]
+    if not own:
+        return outcome(verdicts)
+    given = [j.verdict.score for j in own]
+    return None if None in given else math.fsum(j.weight * (j.verdict.score or 0.0) for j in own)
 
 
 class EvaluationCheck(Observer):

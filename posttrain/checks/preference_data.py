@@ -15,10 +15,10 @@ from posttrain.core.judgements import Judgement, Label, Pair, Ranking
 from posttrain.core.streams import MARGIN, SIDE, WEIGHT
 from posttrain.role.events import Event, Observer, ObserverReport, PackedEvent
 from posttrain.role.prompts import Prompts
-from posttrain.role.roles import PreferenceRoles
+from posttrain.role.roles import PreferenceRoles, RewardRoles
 
 
-def judged_again(roles: PreferenceRoles, index: int) -> list[Judgement]:
+def judged_again(roles: PreferenceRoles | RewardRoles, index: int) -> list[Judgement]:
     """The judgements of step `index` (from 1), drawn again: a function of the seed, the stage and the step."""
     stage, seed = roles.stage, roles.run.seed
     prompts = Prompts(
@@ -119,7 +119,7 @@ def prompts_of(batch: Batch) -> list[np.ndarray]:
 
 
 def tokens_are_as_judged(
-    roles: PreferenceRoles, batch: Batch, judged: Sequence[Judgement], units: Sequence[int]
+    roles: PreferenceRoles | RewardRoles, batch: Batch, judged: Sequence[Judgement], units: Sequence[int]
 ) -> None:
     """A completion's tokens are those of the judged text, after the prompt that a rollout of its task gets."""
     prompts, unit_E = prompts_of(batch), np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E

@@ -1,8 +1,11 @@
 """Whether a reward model is trained on what was judged: its head gets a gradient and is read at the end, the sides of a
-judgement share their prompt, and each ends in one stop token."""
+judgement are those that were judged and share their prompt, each ends in one stop token, and the loss is its
+definition's."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +13,21 @@ import numpy as np
 import torch
 
 from posttrain.checks.data import demonstration_ends_once
+from posttrain.checks.preference_data import judged_again, rows_of, sides_are_as_judged, tokens_are_as_judged, told
+from posttrain.checks.schedule import due
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
+from posttrain.core.gauge import Step
+from posttrain.core.judgements import Judgement, Label, Pair
 from posttrain.core.ports import Learner
+from posttrain.core.reward_model import RewardModel
 from posttrain.role.events import Event, Observer, ObserverReport, PackedEvent
 from posttrain.role.probe import packed_text
 from posttrain.role.roles import RewardRoles
 
 HEAD = "reward_head."
+APART = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
+"""Largest difference of a loss from its definition's, relative to it and at least to 1, by the dtype of the model."""
 FELT = 1e-6
 """By how much a score must change, relative to its size, where the token changes at which it is read."""
 
@@ -98,12 +108,57 @@ def reads_the_end(learner: Learner, batch: Batch) -> None:
         raise InvariantError("the score of a completion depends on the sequence beside it in the minibatch")
 
 
+def expected_loss(judged: Sequence[Judgement], stage: RewardModel, score_S: np.ndarray) -> float | None:
+    """The loss of a minibatch from its definition, in float64: scores [S] in the order in which `told` has the
+    completions of each judgement. None for ratings, and for a head that reads every token."""
+    if stage.judgement == "rating" or stage.pool == "token":
+        return None
+    weights = [j.weight if isinstance(j, Pair) else 1.0 for j in judged]
+    total, at = 0.0, 0
+    for j, weight in zip(judged, weights, strict=True):
+        own = told(j)
+        r = [float(x) for x in score_S[at : at + len(own)]]
+        at += len(own)
+        if isinstance(j, Label):
+            each = _below(r[0] if j.good else -r[0])
+        elif isinstance(j, Pair):
+            each = _below(r[0] - r[1] - ((j.margin or 0.0) if stage.margin else 0.0))
+        elif stage.pairs:
+            gaps = [r[a] - r[b] for a in range(len(r)) for b in range(a + 1, len(r))]
+            each = sum(map(_below, gaps)) / len(gaps)
+        else:
+            each = sum(math.log(math.fsum(math.exp(x - r[k]) for x in r[k:])) for k in range(len(r) - 1))
+        total += weight * (each + stage.centre * (2 / len(r) * sum(r)) ** 2 if len(r) > 1 else weight * each)
+    return total / sum(weights)
+
+
+def _below(x: float) -> float:
+    """-log sigmoid(x)"""
+    return math.log1p(math.exp(-abs(x))) + max(-x, 0.0)
+
+
+def loss_is(said: float, expected: float, dtype: str) -> None:
+    """The loss of a minibatch is that of its definition, with the scores that the reward model gave before the step.
+
+    Raises:
+        InvariantError: it is another number.
+    """
+    if not abs(said - expected) <= APART[dtype] * max(1.0, abs(expected)):
+        raise InvariantError(
+            f"the loss of this minibatch is {said:.6g}, and that of its judgements with the same scores is"
+            f" {expected:.6g} by its definition. Look at the sign of the margin, which of two is the chosen one, the"
+            " weights of the judgements, and what is added (centre)"
+        )
+
+
 class RankingCheck(Observer):
     """Before the first step and on every minibatch of a stage that trains a reward model."""
 
     def __init__(self, *, first: bool) -> None:
         self._first = first
         """Whether the stage starts here, not from a checkpoint."""
+        self._expected: float | None = None
+        """The loss of the minibatch, where it is computed a second time."""
 
     async def begin(self, roles: RewardRoles) -> None:
         score_reaches(roles.learner, roles.sync.probe_ids)
@@ -113,8 +168,21 @@ class RankingCheck(Observer):
             return None
         demonstration_ends_once(event.batch, roles.stop_ids, roles.text)
         sides_share_their_prompt(event.batch, roles.text)
+        if roles.stage.judgement != "rating":
+            judged = judged_again(roles, event.index)
+            sides_are_as_judged(event.batch, rows_of(judged))
+            units = range(len(judged)) if due(event.index) else [event.index % len(judged)]
+            tokens_are_as_judged(roles, event.batch, judged, units)
+            if due(event.index):
+                self._expected = expected_loss(judged, roles.stage, roles.learner.rewards(event.batch))
         if self._first:
             self._first = False
             if roles.stage.pool == "last":
                 reads_the_end(roles.learner, event.batch)
+        return None
+
+    async def after(self, roles: RewardRoles, step: Step) -> ObserverReport | None:
+        if self._expected is not None and "ranking/loss" in step.gauges and not step.notes:
+            loss_is(step.gauges["ranking/loss"].mean, self._expected, roles.run.model.dtype)
+        self._expected = None
         return None

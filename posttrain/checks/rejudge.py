@@ -199,7 +199,8 @@ def _same(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
     Sources of weight 0 are not compared: they only report a number, such as a time.
     """
     was, now = (
-        {j.source: j for j in x if j.counts and j.weight and j.verdict.state is not State.FAILED} for x in (one, two)
+        {j.source: j for j in x if (j.counts or j.measured) and j.weight and j.verdict.state is not State.FAILED}
+        for x in (one, two)
     )
     return all(_equal(was[s], now[s]) for s in was.keys() & now.keys())
 

@@ -20,6 +20,7 @@ from posttrain.checks.preference_loss import PreferenceLossCheck
 from posttrain.checks.preference_reference import ReferenceCheck
 from posttrain.checks.ranking import RankingCheck
 from posttrain.checks.resume import OptimizerResumeCheck, RestoreCheck, ResumeCheck
+from posttrain.checks.reward_models import RewardModelCheck
 from posttrain.checks.sampler import SamplerCheck
 from posttrain.checks.synthetic import LossCheck
 from posttrain.checks.update import UpdateCheck
@@ -46,6 +47,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         TaskCheck(),
         DrawsCheck(Bets.of(kept.get("bets"))),
         VerifierCheck(history),
+        RewardModelCheck(),
         ChangeGauges(),
         LiveRules(history),
     ]

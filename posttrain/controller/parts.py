@@ -10,7 +10,7 @@ import numpy as np
 
 from posttrain.core.book import Book
 from posttrain.core.gauge import Step
-from posttrain.core.ports import Environment, Learner, PairRenderer, Reference, Sampler, Tracker
+from posttrain.core.ports import Environment, EpisodeJudge, Learner, PairRenderer, Reference, Sampler, Tracker
 from posttrain.core.run import Run
 from posttrain.core.sampling import Sampling, Spell
 from posttrain.core.stage import Optimizer as OptimizerConfig
@@ -29,6 +29,10 @@ class StageSetting:
     environment: Environment
     rollout: Rollout
 
+    def judged_by(self, judges: tuple[EpisodeJudge, ...]) -> StageSetting:
+        """The same with these reward models."""
+        return replace(self, rollout=replace(self.rollout, judges=judges))
+
 
 @dataclass(frozen=True)
 class MeasuredReport:
@@ -38,6 +42,8 @@ class MeasuredReport:
     """Of the weights."""
     sampling: Sampling
     environment: Environment
+    judges: tuple[str, ...]
+    """Names of the reward models that judged beside it."""
     report: EvaluationReport
 
 
@@ -65,6 +71,8 @@ class RunParts:
     """A new optimizer for the learner's parameters."""
     settings: Mapping[str, StageSetting] = field(default_factory=dict[str, StageSetting])
     """For the stages that have an environment of their own, by the stage's name."""
+    judges: Callable[[Stage], tuple[EpisodeJudge, ...]] | None = None
+    """The reward models that judge in a stage. None: those of its rollout."""
     observe: Callable[[Stage, Sequence[Step], Mapping[str, Any]], Observers] = lambda stage, steps, kept: Observers()
     """The observers of a stage. They get the steps already taken, and what a checkpoint stored of the observers."""
     watch: Observers = field(default_factory=Observers)
@@ -91,6 +99,11 @@ class RunParts:
     def setting(self, stage: Stage) -> StageSetting:
         """The stage's own environment and rollout, or the run's where it has none."""
         return self.settings.get(stage.name) or StageSetting(self.environment, self.rollout)
+
+    def judged_setting(self, stage: Stage) -> StageSetting:
+        """The same with the reward models that judge in the stage. Those that the run trains itself are trained now."""
+        found = self.setting(stage)
+        return found if self.judges is None else found.judged_by(self.judges(stage))
 
     def sampling(self, stage: Stage) -> Sampling:
         """The sampling settings with which a stage is evaluated, resolved.

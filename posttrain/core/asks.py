@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from posttrain.core import tree
-from posttrain.core.env import Reward, SandboxSettings
+from posttrain.core.env import STAGE, Reward, SandboxSettings
 from posttrain.core.given import is_inline
 from posttrain.core.pieces.link import PreferencePiece
 from posttrain.core.pieces.piece import Piece
@@ -121,8 +121,11 @@ def _trackers(names: tuple[str, ...]) -> Found:
 
 
 def _reward(name: str) -> Found:
-    models = Reward(function=name).models
-    return _model(models[0]) if len(models) == 1 else _models(models) if models else _code(name)
+    found = Reward(function=name)
+    outside = tuple(m for m in found.models if not m.startswith(STAGE))
+    if found.models and not outside:
+        return None
+    return _model(outside[0]) if len(outside) == 1 else _models(outside) if outside else _code(name)
 
 
 def _models(names: tuple[str, ...]) -> Found:
@@ -153,7 +156,7 @@ DECIDED: dict[str, Decision] = {
 HARMLESS = frozenset(
     {
         *("Run.recipe", "Run.deterministic", "Run.exact", "Run.record_episodes"),
-        "Reward.combine",
+        *("Reward.combine", "Reward.measured", "Env.measured"),
         "Run.fault",  # starts with --allow-fault only
         *(
             "Model.arch",

@@ -19,6 +19,8 @@ from posttrain.core import files
 from posttrain.core.errors import InvariantError, RunFolderError, nearest
 
 SCHEMA = 1
+KEPT = "kept"
+"""Folder of a run with the files that stay, such as the weights at a stage's border."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,22 @@ def find(folder: Path, which: str = "last") -> Checkpoint:
     raise RunFolderError(f"checkpoint {name}: {why}. {way}")
 
 
+def kept_folder(run: Path, name: str) -> Path:
+    """The folder of files that a run keeps for good under a name, verified."""
+    target = run / KEPT / name
+    if not target.is_dir():
+        present = sorted(p.name for p in (run / KEPT).glob("[!.]*"))
+        raise RunFolderError(f"{run} keeps nothing called {name!r}; {nearest(name, present)}")
+    if wrong := files.damage(target):
+        raise RunFolderError(f"kept {name}: {wrong}")
+    return target
+
+
 class Checkpoints:
     """Writes checkpoints, in the one process that holds the run folder's lock."""
 
     def __init__(self, folder: Path, keep: int) -> None:
-        self.run, self.folder, self.kept_folder = folder, folder / "checkpoints", folder / "kept"
+        self.run, self.folder, self.kept_folder = folder, folder / "checkpoints", folder / KEPT
         self.keep = keep
         for path in (self.folder, self.kept_folder):
             path.mkdir(exist_ok=True)
@@ -241,10 +254,4 @@ class Checkpoints:
             files.write_directory(target, fill)
 
     def held(self, name: str) -> Path:
-        target = self.kept_folder / name
-        if not target.is_dir():
-            present = sorted(p.name for p in self.kept_folder.glob("[!.]*"))
-            raise RunFolderError(f"{self.run} keeps nothing called {name!r}; {nearest(name, present)}")
-        if wrong := files.damage(target):
-            raise RunFolderError(f"kept {name}: {wrong}")
-        return target
+        return kept_folder(self.run, name)

@@ -13,6 +13,8 @@ Scalar = str | int | float | bool
 
 MODEL = "model:"
 """Begins a reward that is a reward model."""
+STAGE = "stage:"
+"""Begins the name of a stage of the same run that trains one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,8 @@ class Reward:
 
     function: str
     """A verifier of posttrain (exact, last_integer, contains, math, code), or `path.py:function`. `model:PATH`: a
-    reward model, in a directory, a run folder or on the hub; `model:A+B` combines several into one reward."""
+    reward model, in a directory, a run folder or on the hub; `model:stage:NAME`: the one that stage NAME of this run
+    trained; `model:A+B` combines several into one reward."""
     weight: float = 1.0
     """Factor of its score in the sum of all rewards."""
     workers: int = 0
@@ -37,6 +40,14 @@ class Reward:
     """Of several reward models: their mean less `pessimism` standard deviations, or the worst."""
     pessimism: float = 0.0
     """How many standard deviations of several reward models are subtracted from their mean (2310.02743)."""
+    measured: bool = False
+    """Nothing is learned from it. Held-out accuracy and mean reward are those of what is measured, beside what is
+    paid, so that over-optimisation of a reward shows."""
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages of the same run whose reward models it is."""
+        return tuple(m.removeprefix(STAGE) for m in self.models if m.startswith(STAGE))
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -60,8 +71,11 @@ class Reward:
         _check_resolution(f"reward {self.function!r}", self.resolution)
 
     def _check_models(self) -> None:
-        if not all(self.models):
-            raise ConfigError(f"reward {self.function!r}: name a directory, a run folder or a hub id: model:PATH")
+        if not all(self.models) or not all(self.stages):
+            raise ConfigError(
+                f"reward {self.function!r}: name a directory, a run folder or a hub id, or a stage of this run:"
+                " model:PATH, model:stage:NAME"
+            )
         if self.workers or self.timeout is not None:
             raise ConfigError(
                 f"reward {self.function!r} is computed by the learner's own forward pass: leave workers and timeout out"
@@ -116,6 +130,8 @@ class Env:
     sandbox: SandboxSettings = SandboxSettings()
     resolution: float | None = None
     """Like `Reward.resolution`, for the environment's own verdicts where a model gives them."""
+    measured: bool = False
+    """The environment's own verdict is measured and not paid (`Reward.measured`): `rewards` alone pay."""
 
     @property
     def has_reward_models(self) -> bool:
@@ -126,5 +142,12 @@ class Env:
         _check_resolution(f"env {self.name}", self.resolution)
         if self.resolution is not None and self.name == "prompts":
             raise ConfigError("env.resolution: with env.name=prompts its rewards judge; set env.rewards.0.resolution")
+        if self.measured and self.name == "prompts":
+            raise ConfigError("env.measured: with env.name=prompts its rewards judge; set env.rewards.0.measured=true")
+        if self.measured and not any(not r.measured for r in self.rewards):
+            raise ConfigError(
+                "env.measured=true: the environment's own verdict is not paid, and nothing else is: give env.rewards,"
+                " such as model:PATH"
+            )
         if self.heldout < 0:
             raise ConfigError(f"env.heldout={self.heldout}: must be >= 0 (0 trains without measuring)")

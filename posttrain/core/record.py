@@ -132,12 +132,14 @@ def _verdict(j: Judged) -> dict[str, Any]:
         "end": j.end,
         "paid": j.paid,
         "resolution": j.resolution,
+        **({"measured": True} if j.measured else {}),
     }
 
 
 def _verdict_from_plain(v: Mapping[str, Any]) -> Judged:
     verdict = Verdict(State(v["state"]), v["score"], v["kind"], v["why"])
-    return Judged(v["source"], v["weight"], verdict, v["end"], v.get("paid", False), v.get("resolution", RESOLUTION))
+    more = (v.get("paid", False), v.get("resolution", RESOLUTION), v.get("measured", False))
+    return Judged(v["source"], v["weight"], verdict, v["end"], *more)
 
 
 def to_columns(records: Sequence[Recorded]) -> Columns:
@@ -175,6 +177,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
                 "state": e.state,
                 "turns": list(e.turns),
                 **({"seats": [asdict(t) for t in e.seats]} if e.seats else {}),
+                **({"figure": e.figure} if any(j.measured for j in e.verdicts) else {}),
             }
         )
     meta = {"tasks": all_tasks, "samplings": [to_plain(s) for s in samplings], "episodes": metas}

@@ -21,7 +21,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.seats import SeatTurn
 from posttrain.core.spread import rounding, spread
 from posttrain.core.stop import Stop as Stop
-from posttrain.core.verdict import Judged, outcome, resolution, size
+from posttrain.core.verdict import Judged, outcome, resolution, size, truth
 
 
 class Message(TypedDict):
@@ -267,6 +267,16 @@ class Episode:
     @property
     def reward(self) -> float | None:
         return outcome(self.verdicts)
+
+    @property
+    def truth(self) -> float | None:
+        """What is measured of it and not paid (`Judged.measured`). None where nothing is."""
+        return truth(self.verdicts)
+
+    @property
+    def figure(self) -> float | None:
+        """What held-out accuracy and mean reward are made of: the truth where one is measured, else the reward."""
+        return self.truth if any(j.measured for j in self.verdicts) else self.reward
 
     @property
     def spoken(self) -> int:

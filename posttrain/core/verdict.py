@@ -62,6 +62,7 @@ class Judged:
     the outcome; only a baseline that compares steps reads it. With `paid` it is a reward for the turn that ends there.
     That reward is a part of the outcome, and turn-level credit places it at the end of that turn.
     `resolution` is the relative difference up to which two scores of this source count as equal (`core.spread`).
+    With `measured` it is no reward: it says how good the episode is, and nothing is learned from it.
     """
 
     source: str
@@ -70,17 +71,20 @@ class Judged:
     end: int | None = None
     paid: bool = False
     resolution: float = RESOLUTION
+    measured: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.resolution < 1:
             raise InvariantError(f"reward source {self.source!r}: resolution={self.resolution} must be in [0, 1)")
         if self.paid and self.end is None:
             raise InvariantError(f"reward source {self.source!r}: a paid turn needs the spoken token at which it ended")
+        if self.measured and self.end is not None:
+            raise InvariantError(f"reward source {self.source!r}: what is measured is about the whole episode")
 
     @property
     def counts(self) -> bool:
         """Whether it is a part of the outcome."""
-        return self.end is None or self.paid
+        return not self.measured and (self.end is None or self.paid)
 
 
 def outcome(verdicts: Sequence[Judged]) -> float | None:
@@ -97,6 +101,14 @@ def outcome(verdicts: Sequence[Judged]) -> float | None:
 def failed(verdicts: Sequence[Judged]) -> bool:
     """Whether a source of the outcome has a verdict `failed`."""
     return any(j.counts and j.verdict.state is State.FAILED for j in verdicts)
+
+
+def truth(verdicts: Sequence[Judged]) -> float | None:
+    """The weighted sum of what is measured and not paid. None where nothing is, or where one of its sources gave no
+    score."""
+    own = [j for j in verdicts if j.measured]
+    scores = [j.weight * j.verdict.score for j in own if j.verdict.score is not None]
+    return math.fsum(scores) if own and len(scores) == len(own) else None
 
 
 def size(verdicts: Sequence[Judged]) -> float:

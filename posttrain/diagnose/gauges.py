@@ -18,8 +18,15 @@ REGISTRY: dict[str, Definition] = {
     "rollout/reward": Definition(
         "mean raw outcome of all judged episodes the policy played, filtered ones included", "reward", "rises"
     ),
+    "rollout/truth": Definition(
+        "mean of what is measured and not paid (env.measured), over the same episodes as rollout/reward",
+        "reward",
+        "rises with rollout/reward; a fall while that rises: the reward is exploited",
+    ),
     "rollout/solved": Definition(
-        "share of judged episodes with raw outcome >= 1", "share", "0.1 to 0.9: else there is little to learn"
+        "share of judged episodes with raw outcome >= 1; of what is measured, where something is measured and not paid",
+        "share",
+        "0.1 to 0.9: else there is little to learn",
     ),
     "rollout/mixed": Definition("share of played groups whose raw outcomes differ", "share", "> 0.3"),
     "rollout/unjudged": Definition("share of episodes without a reward: failed and abstained", "share", "0"),

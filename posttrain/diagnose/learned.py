@@ -82,6 +82,8 @@ def stage_learned(run: Run, s: StageOutcome, folder: str) -> Learning:
                 "lower the weights of the rewards that do not ask for a right answer (env.rewards.N.weight)",
             ),
         )
+    if s.proxy is not None and s.proxy.low > 0 and max(gain.low, s.reward.low) <= 0:
+        return _exploited(s, gain, what, folder)
     figures = f"held-out {what} {_figures(s, gain)}"
     match word:
         case "learned":
@@ -93,6 +95,21 @@ def stage_learned(run: Run, s: StageOutcome, folder: str) -> Learning:
         case _:
             told = f"cannot be told whether {s.name} learned: {figures}, which holds 0"
             return Learning("cannot be told", told, (_more_prompts(run, s, gain), *_after_nothing(run, s, folder)[:2]))
+
+
+def _exploited(s: StageOutcome, gain: Gain, what: str, folder: str) -> Learning:
+    """The answer for a policy that is paid more for held-out answers which are no better by what is measured."""
+    assert s.proxy is not None
+    paid = f"its reward pays {s.proxy.before:.3f} -> {s.proxy.after:.3f} for held-out answers, gain {s.proxy}"
+    return Learning(
+        "paid more, not more often right",
+        f"{s.name} is paid more, and is no better: {paid}; held-out {what} {_figures(s, gain)}",
+        (
+            f"{_show(s, folder, '--eval', '--best')}  # what is paid now, and is it what you want?",
+            f"a larger KL to its start ({s.name}.algorithm.pull=kl {s.name}.algorithm.pull.coef=0.3), or fewer steps",
+            "a reward model of more judgements, or several with pessimism (env.rewards=model:A+B)",
+        ),
+    )
 
 
 def _ordering(s: StageOutcome, after: Score, before: float) -> Learning:

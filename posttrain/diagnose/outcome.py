@@ -48,6 +48,8 @@ class Measurement:
     """The smallest and the largest outcome that was given, 0 and 1 included."""
     sampling: str = ""
     """The settings that its samples were drawn with, as canonical text."""
+    proxy: Mapping[Hashable, float] = field(default_factory=dict[Hashable, float])
+    """Mean of what is paid, by prompt, where the outcome is what is measured and not paid; empty elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class StageOutcome:
     accuracy: Gain | None
     """From `start` to `end`, over the same prompts."""
     reward: Gain | None
+    proxy: Gain | None
+    """Of what is paid, where the outcome is what is measured and not paid."""
     unpaired: str
     """Why there is no gain; '' where there is one."""
     rewards: Curve
@@ -186,6 +190,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         end=end,
         accuracy=Gain.of(both[0].right, both[1].right) if both else None,
         reward=paid_gain(*both) if both else None,
+        proxy=proxy_gain(*both) if both else None,
         unpaired=unpaired,
         rewards=_curve(steps, "rollout/reward"),
         losses=next((c for n in LOSSES if (c := _curve(steps, n))), ()),
@@ -224,6 +229,15 @@ def paid_gain(before: Measurement, after: Measurement) -> Gain:
     """The gain of the mean outcome, on the scale of the outcomes of both."""
     low, high = (f(x) for f, x in zip((min, max), zip(before.scale, after.scale, strict=True), strict=True))
     return Gain.of(before.paid, after.paid, high - low)
+
+
+def proxy_gain(before: Measurement, after: Measurement) -> Gain | None:
+    """The gain of what is paid, on the scale from its smallest to its largest mean of a prompt. None where it was not
+    measured apart."""
+    if not before.proxy or not after.proxy:
+        return None
+    given = [*before.proxy.values(), *after.proxy.values()]
+    return Gain.of(before.proxy, after.proxy, max(given) - min(given) or 1.0)
 
 
 def _score(measured: Sequence[float]) -> Score:
@@ -311,9 +325,12 @@ def measurement(file: EpisodeFile) -> Measurement:
         meta: dict[str, list[dict[str, Any]]] = json.loads(columns["meta"].tobytes())
         keys = [json.dumps([t["prompt"], t["answer"], t["info"]], sort_keys=True) for t in meta["tasks"]]
         paid: dict[Hashable, list[float]] = {}
+        proxy: dict[Hashable, list[float]] = {}
         for episode in meta["episodes"]:
-            if (reward := episode["reward"]) is not None:
+            if (reward := episode.get("figure", episode["reward"])) is not None:
                 paid.setdefault(keys[episode["task"]], []).append(float(reward))
+            if "figure" in episode and episode["reward"] is not None:
+                proxy.setdefault(keys[episode["task"]], []).append(float(episode["reward"]))
         samplings = {json.dumps(meta["samplings"][i], sort_keys=True) for e in meta["episodes"] for i in e["samplings"]}
     means = {key: float(np.mean(values)) for key, values in paid.items()}
     right = {key: float(np.mean(np.asarray(values) >= SOLVED)) for key, values in paid.items()}
@@ -329,4 +346,5 @@ def measurement(file: EpisodeFile) -> Measurement:
         means,
         (low, high),
         "\n".join(sorted(samplings)),
+        {key: float(np.mean(values)) for key, values in proxy.items()},
     )

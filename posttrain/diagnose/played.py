@@ -41,6 +41,8 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
     played, version, refused, spare = asked.played, asked.version, len(asked.refused), len(asked.spare)
     episodes = [e for g in played for e in g.episodes if not e.shown]
     rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
+    truths = np.array([e.truth for e in episodes if e.truth is not None], np.float64)
+    solved = truths if any(j.measured for e in episodes for j in e.verdicts) else rewards
     credits = [e for g in credit.groups for e in g.episodes]
     said = [s.version[s.mask] for e in episodes for s in e.segments]
     versions = np.concatenate(said) if said else np.zeros(0, np.int32)
@@ -50,7 +52,8 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
         **components(episodes),
         **merge(*(g.logged for g in played)),
         "rollout/reward": Gauge.of(rewards),
-        "rollout/solved": Gauge.of(rewards >= SOLVED),
+        **({"rollout/truth": Gauge.of(truths)} if len(truths) else {}),
+        "rollout/solved": Gauge.of(solved >= SOLVED),
         "rollout/mixed": Gauge.of([g.mixed for g in played]),
         "rollout/unjudged": Gauge.of([e.reward is None for e in episodes]),
         "rollout/failed": Gauge.of([failed(e.verdicts) for e in episodes]),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce
 from posttrain.diagnose.policy_rules import NEAR, better_lr, broken, collapse
-from posttrain.diagnose.rule import average, first, known, last, mean, rule, trend
+from posttrain.diagnose.rule import average, ends, first, known, last, mean, rule, running, trend
 
 SAME = 6
 """Steps in a row, before it is said that tasks are too hard or too easy. Fewer have no spread by chance."""
@@ -130,6 +130,33 @@ def reward_without_quality(history: Sequence[Step], stage: Reinforce) -> str:
         f" ({t.before:.3g} to {t.after:.3g}): the policy raises the reward and gets worse. Read its best paid answers"
         f" (posttrain show RUN), then lower the weight of the source that pays them, or stop at an earlier checkpoint"
         " and add a KL term"
+    )
+
+
+BEST = 6
+"""Steps whose mean truth is compared with that of the last ones."""
+
+
+@rule
+def reward_without_truth(history: Sequence[Step], stage: Reinforce) -> str:
+    """What is measured and not paid has fallen from its best six steps to the last six, by 5 standard errors and a
+    tenth, while the reward rose by 3 from the same steps to these."""
+    steps = running(history)
+    seen = [s for s in steps if mean(s, "rollout/truth") is not None and mean(s, "rollout/reward") is not None]
+    if len(seen) < 2 * BEST or seen[-1] is not history[-1]:
+        return ""
+    truth, paid = known(seen, "rollout/truth"), known(seen, "rollout/reward")
+    at = max(range(len(seen) - 2 * BEST + 1), key=lambda i: average(truth[i : i + BEST]))
+    (best, now), fallen = ends(truth, at, BEST)
+    (before, after), rise = ends(paid, at, BEST)
+    if best - now < max(5 * fallen, 0.1 * abs(best)) or after - before < 3 * rise:
+        return ""
+    return (
+        f"the reward rises ({before:.3g} to {after:.3g} since step {seen[at].index}) while what is measured and not"
+        f" paid falls ({best:.3g} to {now:.3g}): the reward is exploited. The best weights are those of about step"
+        f" {seen[at + BEST - 1].index}. Read what is paid best (posttrain show RUN). In order: stop there, a larger KL"
+        " to the start (pull=kl), more judgements of this policy's own answers, or several reward models with"
+        " pessimism (env.rewards=model:A+B)"
     )
 
 

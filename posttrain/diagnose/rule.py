@@ -77,23 +77,34 @@ class Trend:
         return self.gain / self.error if self.error > 0 else (0.0 if self.gain == 0 else float("inf") * self.gain)
 
 
+def running(history: Sequence[Step]) -> list[Step]:
+    """The steps that follow one another up to now."""
+    steps = list(history)
+    for i in range(len(steps) - 1, 0, -1):
+        if steps[i].index != steps[i - 1].index + 1:
+            return steps[i:]
+    return steps
+
+
+def ends(values: Sequence[float], at: int, count: int) -> tuple[tuple[float, float], float]:
+    """The means of `count` values from `at` on and of the last `count`, and the standard error of their difference.
+
+    The scatter of single values is read from the differences of neighbours, so that a drift does not count as noise.
+    """
+    scatter = average([(y - x) ** 2 for x, y in pairwise(values)]) / 2
+    return (average(values[at : at + count]), average(values[-count:])), (scatter * 2 / count) ** 0.5
+
+
 def trend(history: Sequence[Step], name: str, least: int) -> Trend | None:
     """The trend over the steps that follow one another up to now; None where fewer than `least` have the gauge.
 
     The scatter of single steps is read from the differences of neighbours, so that a drift does not count as noise.
     """
-    steps = list(history)
-    for i in range(len(steps) - 1, 0, -1):
-        if steps[i].index != steps[i - 1].index + 1:
-            steps = steps[i:]
-            break
-    values = known(steps, name)
+    values = known(running(history), name)
     if len(values) < max(least, 6):
         return None
-    n = len(values) // 3
-    a, b = values[:n], values[-n:]
-    scatter = average([(y - x) ** 2 for x, y in pairwise(values)]) / 2
-    return Trend(average(a), average(b), (scatter * 2 / n) ** 0.5, len(values))
+    (before, after), error = ends(values, 0, len(values) // 3)
+    return Trend(before, after, error, len(values))
 
 
 def rounded(lr: float) -> str:

@@ -16,7 +16,7 @@ from posttrain.core.run import Env
 from posttrain.core.spread import RESOLUTION
 from posttrain.environment.gallery import GALLERY, gallery_class
 from posttrain.environment.single import SingleTurn
-from posttrain.verifier.configured import sources
+from posttrain.verifier.configured import measured_names, sources
 from posttrain.verifier.user_code import load
 
 
@@ -52,10 +52,13 @@ def environment(config: Env, seed: int, given: Given = Given()) -> Any:
         raise ConfigError(
             f"env.prompts={config.prompts!r} is read only with env.name='prompts', but env.name={config.name!r}"
         )
+    judges = sources(config.rewards, where=config.sandbox, given=given)
     common = {
         "seed": seed,
         "heldout_count": config.heldout,
-        "rewards": sources(config.rewards, where=config.sandbox, given=given),
+        "rewards": judges,
+        "measured": config.measured,
+        "measured_rewards": measured_names(config.rewards, judges),
         "limits": config.limits,
         "sandbox": config.sandbox,
         "resolution": RESOLUTION if config.resolution is None else config.resolution,
@@ -93,9 +96,10 @@ def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:
             **checked(config.name, type(thing), config.args),
             **{**common, "rewards": (*thing.rewards, *common["rewards"])},
         )
-    if config.rewards or config.args:
+    if config.rewards or config.args or config.measured:
         raise ConfigError(
-            f"env={config.name}: this environment judges by itself, and takes no rewards= and no env.args. Derive it"
+            f"env={config.name}: this environment judges by itself, and takes no rewards=, env.args and env.measured."
+            " Derive it"
             " from posttrain.environment.single.SingleTurn to add some"
         )
     return thing

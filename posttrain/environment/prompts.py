@@ -25,7 +25,7 @@ from posttrain.environment.rows import PromptRow, digest, texts_of
 from posttrain.environment.single import Listed, SingleTurn
 from posttrain.environment.tools.loop import Loop
 from posttrain.environment.tools.offered import OfferedTools
-from posttrain.verifier.configured import sources
+from posttrain.verifier.configured import measured_names, sources
 from posttrain.verifier.source import Checked
 
 HELDOUT_SHARE = 5
@@ -230,6 +230,7 @@ def read_tasks(config: Env, args: Mapping[str, Any], seed: int, given: Given = G
     for source in rewards:
         _check(source, data.rows)
     own = {"seed": seed, "heldout_count": config.heldout, "limits": config.limits, "sandbox": config.sandbox}
+    own["measured_rewards"] = measured_names(config.rewards, rewards)
     return PromptsEnv(**args, **own, rewards=rewards, rows=data.rows, without=data.without)
 
 

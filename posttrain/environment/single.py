@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -79,6 +79,10 @@ class SingleTurn(ABC):
     """Which sandbox runs programs that the policy wrote."""
     resolution: float = RESOLUTION
     """Relative resolution of its own verdicts (`core.spread`). Set it larger if a model gives the verdicts."""
+    measured: bool = False
+    """Whether its own verdict is measured and not paid (`core.env.Env.measured`)."""
+    measured_rewards: tuple[str, ...] = ()
+    """Names of those of `rewards` that are measured and not paid."""
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
@@ -213,7 +217,8 @@ class SingleTurn(ABC):
         return (await talk.say()).stop
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        own = Judged(self.name, 1.0, await self.verdict(attempt), resolution=self.resolution)
+        verdict = await self.verdict(attempt)
+        own = Judged(self.name, 1.0, verdict, resolution=self.resolution, measured=self.measured)
         return (own, *self.steps(attempt), *await self.added(attempt))
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:
@@ -224,13 +229,16 @@ class SingleTurn(ABC):
         """The verdicts of the user's rewards, which run concurrently. Those that judge whole groups are left out where
         the group is judged later."""
         asked = [s for s in self.rewards if not (attempt.batched and _batched(s))]
-        return tuple(await asyncio.gather(*(source(attempt) for source in asked)))
+        return tuple(map(self._as_paid, await asyncio.gather(*(source(attempt) for source in asked))))
+
+    def _as_paid(self, j: Judged) -> Judged:
+        return replace(j, measured=True) if j.source in self.measured_rewards else j
 
     async def _together(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[tuple[Judged, ...]], Gauges]:
         """See `core.abilities.Together`."""
         asked = [s for s in self.rewards if isinstance(s, BatchSource) and s.batched]
         found = await asyncio.gather(*(s.batch(attempts, at) for s in asked))
-        verdicts = [tuple(given[i] for given, _ in found) for i in range(len(attempts))]
+        verdicts = [tuple(self._as_paid(given[i]) for given, _ in found) for i in range(len(attempts))]
         return verdicts, merge(*(logged for _, logged in found))
 
     def gauges(self) -> Gauges:

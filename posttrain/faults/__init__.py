@@ -11,6 +11,7 @@ from posttrain.faults import (
     precision,
     preferences,
     preferred_loss,
+    rewards,
     updates,
     world,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "preferences",
     "preferred_loss",
     "refuse_silent",
+    "rewards",
     "updates",
     "world",
 ]

@@ -16,6 +16,7 @@ from posttrain.recipe.dpo import dpo
 from posttrain.recipe.gallery import arithmetic, calculator, programs, shop
 from posttrain.recipe.grpo import grpo
 from posttrain.recipe.ladder import ladder
+from posttrain.recipe.rlhf import rlhf
 from posttrain.recipe.score_pairs import reward_model
 from posttrain.recipe.sft import sft
 from posttrain.recipe.verifiable import verifiable
@@ -82,6 +83,14 @@ _ALL = (
         build=reward_model,
         minutes=0.4,
         reaches="none: nothing is sampled",
+    ),
+    Recipe(
+        name="rlhf",
+        kind="tutorial",
+        shows="imitation, a reward model from pairs, RL against it: the reward model's score beside the truth",
+        build=rlhf,
+        minutes=2,
+        reaches="0.05, none: nothing is sampled, 0.5",
     ),
     Recipe(
         name="ladder",

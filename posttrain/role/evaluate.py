@@ -33,7 +33,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """The result of one evaluation. Each score is over prompts."""
+    """The result of one evaluation. Each score is over prompts.
+
+    The outcome of an answer is what is paid; or what is measured, where something is measured and not paid
+    (`Episode.figure`).
+    """
 
     accuracy: Score
     """Share of answers that are right (raw outcome >= 1). It is pass@1."""
@@ -54,6 +58,8 @@ class EvaluationReport:
     truncated: float
     """Share of episodes that were cut off at the token limit."""
     groups: tuple[Group, ...]
+    proxy: Score | None = None
+    """Mean of what is paid, where the outcome is what is measured; None elsewhere, and where nothing is paid yet."""
 
     @property
     def unjudged(self) -> int:
@@ -62,7 +68,7 @@ class EvaluationReport:
     @property
     def graded(self) -> bool:
         """Whether some outcome is neither 0 nor 1. Then mean reward and accuracy differ."""
-        return any(r not in (0.0, 1.0) for g in self.groups for r in g.rewards)
+        return any(r not in (0.0, 1.0) for g in self.groups for r in figures(g))
 
     @property
     def unmeasured(self) -> str:
@@ -73,6 +79,8 @@ class EvaluationReport:
         out = {"eval/accuracy": self.accuracy.gauge(), "eval/reward": self.reward.gauge()}
         if self.greedy is not None and self.greedy_reward is not None:
             out |= {"eval/greedy": self.greedy.gauge(), "eval/greedy_reward": self.greedy_reward.gauge()}
+        if self.proxy is not None:
+            out["eval/proxy"] = self.proxy.gauge()
         for k, s in self.pass_at.items():
             out[f"eval/pass_at_{k}"] = s.gauge()
         logged = merge(*(g.logged for g in self.groups))
@@ -106,28 +114,36 @@ async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, 
 
 def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> EvaluationReport:
     """The scores of played groups. Unjudged episodes are counted apart, never as wrong answers."""
-    judged = [g for g in groups if g.judged]
-    solved = [(len(g.judged), int(np.sum(g.rewards >= SOLVED))) for g in judged]
+    judged = [x for g in groups if len(x := figures(g))]
+    solved = [(len(x), int(np.sum(x >= SOLVED))) for x in judged]
     most = min((n for n, _ in solved), default=0)
     ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k <= most} | ({most} if most else set()))
     episodes = [e for g in groups for e in g.episodes]
     broken = sum(failed(e.verdicts) for e in episodes)
-    argmax = None if greedy is None else [g for g in greedy if g.judged]
+    argmax = None if greedy is None else [x for g in greedy if len(x := figures(g))]
+    paid = [g.rewards for g in groups if g.judged and any(e.truth is not None for e in g.episodes)]
     return EvaluationReport(
         accuracy=Score.of([pass_at_k(n, c, 1) for n, c in solved]),
         reward=_rewards(judged),
-        greedy=None if argmax is None else Score.of([float(np.mean(g.rewards >= SOLVED)) for g in argmax]),
+        greedy=None if argmax is None else Score.of([float(np.mean(x >= SOLVED)) for x in argmax]),
         greedy_reward=None if argmax is None else _rewards(argmax),
         pass_at={k: Score.of([pass_at_k(n, c, k) for n, c in solved]) for k in ks},
         failed=broken,
-        abstained=sum(e.reward is None for e in episodes) - broken,
+        abstained=sum(e.figure is None and not failed(e.verdicts) for e in episodes),
         mean_tokens=float(np.mean([e.spoken for e in episodes])) if episodes else math.nan,
         truncated=float(np.mean([e.stop == "length" for e in episodes])) if episodes else math.nan,
         groups=tuple(groups),
+        proxy=_rewards(paid) if paid else None,
     )
 
 
-def _rewards(judged: Sequence[Group]) -> Score:
-    """Mean reward. Its scale runs from the smallest to the largest reward given, and includes 0 and 1."""
-    paid = np.concatenate([np.array([0.0, 1.0]), *(g.rewards for g in judged)])
-    return Score.of([float(g.rewards.mean()) for g in judged], float(paid.min()), float(paid.max()))
+def figures(group: Group) -> np.ndarray:
+    """float64: the outcomes of the group's episodes (`Episode.figure`), without those that have none."""
+    return np.array([x for e in group.episodes if (x := e.figure) is not None], np.float64)
+
+
+def _rewards(judged: Sequence[np.ndarray]) -> Score:
+    """Mean outcome of the answers to each prompt. Its scale runs from the smallest to the largest outcome given, and
+    includes 0 and 1."""
+    given = np.concatenate([np.array([0.0, 1.0]), *judged])
+    return Score.of([float(x.mean()) for x in judged], float(given.min()), float(given.max()))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from posttrain.algorithm.ranking import RankingLoss
 from posttrain.core import abilities, seeds
 from posttrain.core.batch import Batch
 from posttrain.core.errors import DataError, InvariantError
@@ -40,6 +41,13 @@ def reward_batch(judged: Sequence[Judgement], stage: RewardModel, renderer: Pair
         return batch
     rating_SK = np.array([_ratings(j, stage) for j in judged])
     return batch.having({RATING: rating_SK[batch.segment_M]})
+
+
+def ranking_loss(stage: RewardModel) -> RankingLoss:
+    """The loss that a stage asks for."""
+    return RankingLoss(
+        judged=stage.judgement, shape=stage.shape, margin=stage.margin, centre=stage.centre, pairs=stage.pairs
+    )
 
 
 def _ratings(judgement: Judgement, stage: RewardModel) -> list[float]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -28,6 +28,10 @@ class RewardScorer(Protocol):
         """float32 [S]: the score of each segment, without gradient."""
         ...
 
+    def tensors(self) -> Mapping[str, Any]:
+        """Its weights by name, the head's included."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class JudgeMember:
@@ -39,6 +43,12 @@ class JudgeMember:
     """Most tokens of a sequence."""
     renderer: PairRenderer | None = None
     """Its own tokenizer and chat template, where they are not the policy's. None: it reads the policy's tokens."""
+    reads_last: bool = False
+    """Whether its head reads the last token, and nothing else."""
+    blank: int | None = None
+    """The token that its head passes over at the end of a sequence; None: none."""
+    stage: str = ""
+    """The stage of this run that trained it; '' for any other."""
 
     def segment(self, episode: Episode) -> Segment:
         """The episode as this model reads it: the tokens themselves, or the conversation written anew.
@@ -82,6 +92,8 @@ class RewardModelJudge:
     combine: Combine = "mean"
     pessimism: float = 0.0
     resolution: float = 1e-5
+    measured: bool = False
+    """Whether its score is measured and not paid."""
     line: str = ""
     """What it is and reads, as a line for people."""
     _one: threading.Lock = field(default_factory=threading.Lock)
@@ -92,10 +104,8 @@ class RewardModelJudge:
     def verdicts(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
         """One verdict about each episode. What a model cannot read or score is `failed`."""
         found = [self._scores(member, episodes) for member in self.members]
-        return [
-            (Judged(self.name, self.weight, self._verdict([f[i] for f in found]), resolution=self.resolution),)
-            for i in range(len(episodes))
-        ]
+        given = [self._verdict([f[i] for f in found]) for i in range(len(episodes))]
+        return [(Judged(self.name, self.weight, v, resolution=self.resolution, measured=self.measured),) for v in given]
 
     def _scores(self, member: JudgeMember, episodes: Sequence[Episode]) -> list[float | str]:
         """Its score of each episode, or why there is none."""

@@ -43,12 +43,13 @@ def test_at_least_nine_in_ten_are_caught() -> None:
     assert len(FAULTS) >= 25 and len(OPEN) <= 0.1 * len(FAULTS)
 
 
-@pytest.mark.parametrize("needs", ["", "tool", "preference"])
+@pytest.mark.parametrize("needs", ["", "tool", "preference", "reward_model", "judge"])
 def test_the_runs_they_are_planted_in_are_healthy_without_them(needs: str, model: Path, tmp_path: Path) -> None:
     faults = [f for f in FAULTS.values() if f.needs == needs]
     posttrain.run(smallest(faults[0], model, tmp_path, steps=6), out=tmp_path / "healthy", quiet=True)
     steps = reader.steps(tmp_path / "healthy")
-    assert len(steps) == 6 and not [n for s in steps for n in s.notes if n.startswith("rule ")]
+    assert [s.index for s in steps][-6:] == [*range(1, 7)]
+    assert not [n for s in steps for n in s.notes if n.startswith("rule ")]
 
 
 @pytest.mark.parametrize("name", FAULTS)

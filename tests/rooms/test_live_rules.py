@@ -38,6 +38,11 @@ def ramp(a: float, b: float, steps: int, scatter: float = 0.02) -> Shape:
     return lambda i: a + (b - a) * (i - 1) / (steps - 1) + scatter * (random.Random(i).random() - 0.5)
 
 
+def rises_and_falls(a: float, b: float, c: float, steps: int = 40, scatter: float = 0.02) -> Shape:
+    half = steps // 2
+    return lambda i: ramp(a, b, half, scatter)(i) if i <= half else ramp(b, c, half, scatter)(i - half)
+
+
 HEALTHY: dict[str, Shape] = {
     "rollout/reward": ramp(0.4, 0.8, 40, 0.1),
     "rollout/solved": ramp(0.4, 0.8, 40, 0.1),
@@ -163,6 +168,10 @@ SICK: dict[str, Sick] = {
         log(24, rollout__reward=ramp(0.2, 0.9, 24), reward__exact=ramp(0.5, 0.1, 24), reward__loud=ramp(0, 0.8, 24)),
         ("while exact falls", "raises the reward and gets worse"),
     ),
+    "reward_without_truth": Sick(
+        log(40, rollout__reward=ramp(-0.4, 3.2, 40, 0.2), rollout__truth=rises_and_falls(0.1, 0.3, 0.1)),
+        ("the reward is exploited", "while what is measured and not paid falls (0.", "a larger KL"),
+    ),
     "heldout_falls": Sick(
         evaluated(log(40), s10=0.6, s20=0.55, s30=0.4),
         ("held-out reward fell from 0.6 (step 10) to 0.4 (step 30)", "learned by heart", "step 10"),
@@ -251,6 +260,13 @@ HEALTHY_LOGS: dict[str, list[Step]] = {
         rollout__solved=steady(0.96, 0.01),
         rollout__entropy=steady(0.05),
     ),
+    "the truth follows the reward": log(
+        40, rollout__reward=ramp(-0.4, 3.2, 40, 0.2), rollout__truth=ramp(0.1, 0.5, 40, 0.1)
+    ),
+    "the truth stays while the reward rises": log(
+        60, rollout__reward=ramp(-0.4, 3.2, 60, 0.2), rollout__truth=steady(0.3, 0.2)
+    ),
+    "both fall a little": log(40, rollout__reward=ramp(0.8, 0.7, 40, 0.1), rollout__truth=ramp(0.5, 0.4, 40, 0.1)),
     "noisy": log(10, rollout__reward=steady(0.4, 0.6), rollout__solved=steady(0.4, 0.6)),
 }
 

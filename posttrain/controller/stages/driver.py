@@ -80,7 +80,7 @@ class Driver(ABC, Generic[S, T, A]):
         self.stopper, self.checkpoint = stopper, checkpoint
         progress.running = progress.running or self.state_type()
         self.state = cast("T", progress.running)
-        self.setting = parts.setting(stage)
+        self.setting = parts.judged_setting(stage)
         self.clock = RoleCosts(
             total=dict(self.state.roles), most=dict(self.state.peaks), peak=PeakMemory(parts.run.model.device)
         )
@@ -194,6 +194,7 @@ class Driver(ABC, Generic[S, T, A]):
         if report is not None:
             accuracy, reward = report.accuracy.known, report.reward.known
             s.before, s.reward_before = (x and x[0] for x in (accuracy, reward))
+            s.proxy_before = report.proxy.mean if report.proxy else None
             if self._of_the_run:
                 p.accuracy, p.reward = accuracy, reward
         self.measured_before(report)
@@ -250,6 +251,8 @@ class Driver(ABC, Generic[S, T, A]):
         measured = f"; held-out accuracy {result.accuracy[0]:.3f}" if result.accuracy else ""
         if result.reward and result.graded:
             measured += f", mean reward {result.reward[0]:.3f}"
+        if result.proxy:
+            measured += f"; its reward pays {result.proxy[0]:.3f}"
         if result.agreement:
             measured += f"; {result.agreement[0]:.3f} of held-out pairs ordered as judged"
         parts.say(f"{stage.name}: done, {result.why}{measured}")
@@ -284,7 +287,8 @@ class Driver(ABC, Generic[S, T, A]):
         """Held-out evaluation, remembered per version so that no weights are evaluated twice. None: no task is held
         out, or nothing judges the answers."""
         parts, environment = self.parts, self.setting.environment
-        if not environment.heldout or not declared(environment).judges:
+        judges = tuple(j.name for j in self.setting.rollout.judges)
+        if not environment.heldout or not (declared(environment).judges or judges):
             return None
         sampling = parts.sampling(self.stage)
         last = parts.measured
@@ -293,6 +297,7 @@ class Driver(ABC, Generic[S, T, A]):
             and last.version == parts.version
             and last.sampling == sampling
             and last.environment is environment
+            and last.judges == judges
         ):
             return last.report
         with self.clock.of("evaluate"):
@@ -300,7 +305,7 @@ class Driver(ABC, Generic[S, T, A]):
         parts.watch.emit(EvaluatedEvent(report, parts.version))
         if report.failed and self.state.step:  # before the first step the pass rate says it
             parts.say(f"{self.stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
-        parts.measured = MeasuredReport(parts.version, sampling, environment, report)
+        parts.measured = MeasuredReport(parts.version, sampling, environment, judges, report)
         # of a stage cut behind it
         if parts.run.record_episodes and not parts.book.holds_evaluation(self.stage.name, self.state.step):
             parts.book.write_evaluation(self.stage.name, self.state.step, report.groups)
@@ -373,6 +378,8 @@ class Driver(ABC, Generic[S, T, A]):
             reward=reward,
             reward_before=s.reward_before,
             graded=report is not None and report.graded,
+            proxy=report.proxy.known if report and report.proxy else None,
+            proxy_before=s.proxy_before,
             agreement=self.agreed.accuracy.known if self.agreed else None,
             agreement_before=s.agreement_before,
         )

@@ -46,6 +46,10 @@ class StageResult:
     """Of a stage that learns from judgements: share of held-out pairs that its scores order as they were judged, with
     its 95 % interval."""
     agreement_before: float | None = None
+    proxy: tuple[float, float, float] | None = None
+    """Mean of what was paid for held-out answers with its 95 % interval, where accuracy and reward are of what is
+    measured and not paid."""
+    proxy_before: float | None = None
 
 
 @dataclass
@@ -56,6 +60,7 @@ class StageState(Open, begin=True):
     optimizer_steps: int = 0
     before: float | None = None
     reward_before: float | None = None
+    proxy_before: float | None = None
     optimizer: str = ""
     """Fingerprint of the optimizer's state at the checkpoint."""
     agreement_before: float | None = None

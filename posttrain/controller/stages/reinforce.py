@@ -49,6 +49,11 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
     measures_before = True
 
     def measured_before(self, report: EvaluationReport | None) -> None:
+        if report is not None and report.proxy is not None:
+            self.parts.say(
+                f"before RL: held-out answers are worth {report.reward}, and its reward pays {report.proxy} for them"
+            )
+            return
         self.parts.say(
             productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)"
         )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.algorithm.losses import Reads
-from posttrain.algorithm.ranking import RankingLoss
 from posttrain.controller.stages.driver import Driver
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.stages.role_parts import data_parts
@@ -19,7 +18,7 @@ from posttrain.core.ports import TaskSource
 from posttrain.core.reward_model import RewardModel
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.judgements import AgreementReport, FittingTasks, drawn, walk
-from posttrain.role.ranked import heldout_agreement, heldout_of_kind, reward_batch
+from posttrain.role.ranked import heldout_agreement, heldout_of_kind, ranking_loss, reward_batch
 from posttrain.role.roles import RewardRoles
 
 KINDS = {
@@ -49,9 +48,7 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
             f"{stage.name}: a reward model from {learns}; its head reads '{stage.pool}'{several}; {stage.batch} a step,"
             f" {stage.steps} steps"
         )
-        self.loss = RankingLoss(
-            judged=stage.judgement, shape=stage.shape, margin=stage.margin, centre=stage.centre, pairs=stage.pairs
-        )
+        self.loss = ranking_loss(stage)
         self.roles = RewardRoles(
             **data_parts(self),
             source=source,

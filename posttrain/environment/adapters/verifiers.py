@@ -166,14 +166,16 @@ class Verifiers(SingleTurn):
         if state is None:
             if missing := lost(attempt.state):
                 why = f"its state held {', '.join(missing)}, which no record can keep, so it is judged once, as it ends"
-                return (Judged(self.name, 1.0, Verdict.failed("state", why)), *await self.added(attempt))
+                broken = Judged(self.name, 1.0, Verdict.failed("state", why), measured=self.measured)
+                return (broken, *await self.added(attempt))
             state = await live(self.inner, self._row(attempt.task), attempt)
         try:
             own = [x for rubric in rubrics(self.inner.rubric) for x in await score(rubric, state)]
         finally:
             if left is not None:
                 await self.inner.rubric.cleanup(state)
-        return (*(replace(j, resolution=self.resolution) for j in _named(own)), *await self.added(attempt))
+        said = (replace(j, resolution=self.resolution, measured=self.measured) for j in _named(own))
+        return (*said, *await self.added(attempt))
 
     def verify(self, attempt: Attempt) -> Verdict:
         return Verdict.abstain("its rubric judges")

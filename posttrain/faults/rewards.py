@@ -1,0 +1,194 @@
+"""Faults between judged completions, the reward model that learns from them, and the policy that it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.streams import MARGIN, SIDE
+from posttrain.core.types import Segment
+from posttrain.faults.registry import fault
+
+Real = Callable[..., Any]
+
+
+# --- the reward model learns -----------------------------------------------------------------------------------------
+
+
+@fault(
+    "reward_head_not_trained",
+    seam="posttrain.engine.heads:RewardHead.read",
+    what="the reward head gets no gradient, and scores with the weights that were drawn",
+    harm="only what is beneath it learns, slowly, and the reward model looks merely weak",
+    source="trap of B01: a head that is initialised anew and left out of training",
+    needs="reward_model",
+)
+def _(real: Real) -> Real:
+    def read(self: Any, packed: Any, hidden: Any) -> Any:
+        self.score.weight.requires_grad_(False)
+        return real(self, packed, hidden)
+
+    return read
+
+
+@fault(
+    "reward_read_before_the_end",
+    seam="posttrain.engine.heads:RewardHead._last",
+    what="the score is read at the token before the last one",
+    harm="the score does not know whether and where the completion ended",
+    source="trap of B01: a sequence length that counts the padding or not the end token",
+    needs="reward_model",
+)
+def _(real: Real) -> Real:
+    return lambda self, packed: real(self, packed) - 1
+
+
+@fault(
+    "reward_sides_swapped",
+    seam="posttrain.controller.stages.reward_model:reward_batch",
+    what="the rejected completion of a pair counts as the chosen one",
+    harm="the reward model pays what people did not want, and orders its own data perfectly",
+    source="pain 9: the columns of a data set swapped by a formatting function",
+    needs="reward_model",
+)
+def _(real: Real) -> Real:
+    def reward_batch(*args: Any) -> Any:
+        batch = real(*args)
+        return batch.having({SIDE: 1 - batch[SIDE]})
+
+    return reward_batch
+
+
+@fault(
+    "reward_margin_sign",
+    seam="posttrain.algorithm.ranking:RankingLoss._ordered",
+    what="the margin of a pair is added to the difference of its scores instead of subtracted",
+    harm="pairs that differ most are learned least",
+    source="trap of B01: the sign of the margin",
+    needs="reward_model",
+)
+def _(real: Real) -> Real:
+    def ordered(self: Any, read: Any) -> Any:
+        read.batch = read.batch.having({MARGIN: -read.batch[MARGIN]})
+        return real(self, read)
+
+    return ordered
+
+
+@fault(
+    "reward_centred_apart",
+    seam="posttrain.algorithm.ranking:RankingLoss._ordered",
+    what="centring pulls on the difference of the scores of a pair instead of on their sum",
+    harm="the scores of a pair are drawn together, and their level drifts",
+    source="trap of B01: the coefficient for centring",
+    needs="reward_model",
+)
+def _(real: Real) -> Real:
+    def ordered(self: Any, read: Any) -> Any:
+        terms = real(replace(self, centre=0.0), read)
+        score_S = read.score_S
+        gap = score_S[0::2] - score_S[1::2]
+        return replace(terms, loss=terms.loss + self.centre * gap.square().mean())
+
+    return ordered
+
+
+# --- the policy is paid by it ----------------------------------------------------------------------------------------
+
+
+@fault(
+    "reward_reads_padding",
+    seam="posttrain.role.reward_judge:JudgeMember.segment",
+    what="episodes are padded with stop tokens, and the score is read at the last one",
+    harm="the score is that of a text that nobody said, and depends on what is beside it in the batch",
+    source="trap of B01: pad_token_id is not set, or is the end token",
+    needs="judge",
+)
+def _(real: Real) -> Real:
+    def segment(self: Any, episode: Any) -> Segment:
+        said = real(self, episode)
+        more = 2
+        return replace(
+            said,
+            ids=np.append(said.ids, np.repeat(said.ids[-1], more)).astype(np.int32),
+            mask=np.append(said.mask, np.ones(more, bool)),
+            logp=np.append(said.logp, np.zeros(more)).astype(np.float32),
+            version=np.append(said.version, np.repeat(said.version[-1], more)).astype(np.int32),
+        )
+
+    return segment
+
+
+@fault(
+    "reward_of_another_sibling",
+    seam="posttrain.role.reward_judge:RewardModelJudge._scores",
+    what="the scores of a batch come back in another order",
+    harm="each answer is paid for its sibling, so nothing is learned and the mean reward looks right",
+    source="pain 9: rewards and completions misaligned after sorting by length",
+    needs="judge",
+)
+def _(real: Real) -> Real:
+    def scores(self: Any, member: Any, episodes: Any) -> Any:
+        found = real(self, member, episodes)
+        return [*found[1:], *found[:1]]
+
+    return scores
+
+
+@fault(
+    "reward_outage_scored_low",
+    seam="posttrain.role.reward_judge:RewardModelJudge._scores",
+    what="the reward model cannot read every third answer, and that becomes a score of 0",
+    harm="answers are punished for an outage",
+    source="pain 2: an outage read as a wrong answer",
+    needs="judge",
+)
+def _(real: Real) -> Real:
+    def scores(self: Any, member: Any, episodes: Any) -> Any:
+        return [0.0 if i % 3 == 0 else x for i, x in enumerate(real(self, member, episodes))]
+
+    return scores
+
+
+@fault(
+    "reward_noise_is_spread",
+    seam="posttrain.api.reward_models:RewardModels._judge",
+    what="a reward model declares the resolution of an exact verifier",
+    harm="the last bits of equal scores are divided by their own spread, and noise is learned at full size",
+    source="design of no spread: a reward that is a model",
+    needs="judge",
+)
+def _(real: Real) -> Real:
+    return lambda self, reward: replace(real(self, reward), resolution=2.0**-40)
+
+
+@fault(
+    "reward_model_trained_along",
+    seam="posttrain.api.reward_models:RewardModels._load",
+    what="the reward model shares its weights with the policy, so it changes when the policy learns",
+    harm="the reward is another one after every step, and scores of two steps cannot be compared",
+    source="trap of 2203.02155: policy, values and reward model in one module",
+    needs="judge",
+)
+def _(real: Real) -> Real:
+    def load(self: Any, path: str) -> Any:
+        from posttrain.api.reward_models import FrozenRewards
+
+        return replace(real(self, path), scorer=FrozenRewards(self._policy))
+
+    return load
+
+
+@fault(
+    "reward_model_not_loaded",
+    seam="posttrain.api.reward_models:load_weights",
+    what="the reward model's trained weights are not loaded, so its head is as it was drawn",
+    harm="the policy learns to please a random function, and the reward rises",
+    source="trap of B01: a head that is initialised anew at loading",
+    needs="judge",
+)
+def _(real: Real) -> Real:
+    return lambda folder, learner: None

@@ -1,0 +1,51 @@
+"""Reinforcement learning from human feedback: imitation, a reward model, and RL against it."""
+
+from __future__ import annotations
+
+from posttrain.core.env import Env, Reward
+from posttrain.core.ladder import GRPO
+from posttrain.core.reward_model import RewardModel
+from posttrain.core.run import Evaluation, Optimizer, Reinforce, Run, Supervised
+from posttrain.core.sampling import Sampling
+from posttrain.recipe.example import TINY
+
+
+def rlhf() -> Run:
+    """Imitate replies, most of which are bad (sft), learn from pairs which reply judges prefer (reward_model), and
+    learn with GRPO to be preferred, with a KL to the imitation (rl), as in 2203.02155.
+
+    The judges' taste is known to the world `replies`, and no stage reads it: `env.measured=true` reports it beside the
+    reward model's score. So over-optimisation shows: the score rises and the taste does not. `rl.algorithm=ppo
+    rl.algorithm.pull=kl` is PPO.
+    """
+    return Run(
+        recipe="rlhf",
+        threads=1,
+        model=TINY,
+        env=Env(name="replies", heldout=200, rewards=(Reward(function="model:stage:reward_model"),), measured=True),
+        stages=(
+            Supervised(
+                name="sft", style="reply", wrong=0.9, steps=200, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)
+            ),
+            RewardModel(
+                name="reward_model",
+                hands_on=False,
+                steps=150,
+                batch=64,
+                centre=0.01,
+                optimizer=Optimizer(lr=1e-3),
+                eval_every=50,
+            ),
+            Reinforce(
+                name="rl",
+                algorithm=GRPO,
+                sampling=Sampling(max_tokens=32),
+                optimizer=Optimizer(lr=5e-4, warmup=5),
+                prompts=32,
+                siblings=8,
+                steps=60,
+                eval_every=20,
+            ),
+        ),
+        evaluation=Evaluation(samples=4),
+    )
