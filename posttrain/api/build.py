@@ -263,20 +263,27 @@ def probe_ids(policy: Policy) -> np.ndarray:
     return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)
 
 
+def _own_rollout(run: Run, stage: Stage, models: RewardModels, rollout: Rollout, env: Environment) -> Rollout:
+    """The rollout of a stage with its own environment."""
+    own = run.env_of(stage)
+    judges = rollout.judges if own.rewards == run.env.rewards else models.judges(own)
+    return replace(rollout, environment=env, limits=own.limits, judges=judges)
+
+
 @dataclass
-class StageJudges:
-    """The reward models that judge in a stage: of its own rewards, those that are trained by then."""
+class TrainedJudges:
+    """The reward models of a stage's rewards that the run itself has trained before it."""
 
     run: Run
     models: RewardModels
     say: Callable[[str], None]
-    said: set[str] = field(default_factory=set[str])
+    _said: set[str] = field(default_factory=set[str])
 
     def __call__(self, stage: Stage) -> tuple[RewardModelJudge, ...]:
         before = tuple(s.name for s in self.run.stages[: self.run.stages.index(stage)])
         found = self.models.judges(self.run.env_of(stage), before)
-        for line in (j.line for j in found if j.line not in self.said):
-            self.said.add(line)
+        for line in (j.line for j in found if j.line not in self._said):
+            self._said.add(line)
             self.say(line)
         return found
 
@@ -305,15 +312,14 @@ def make_parts(
         say: tells the user of what takes long.
     """
     models = RewardModels(run, policy, book.folder)
-    judges = StageJudges(run, models, say)
-    for one in (run.env, *(s.env for s in run.stages if s.env is not None)):
-        models.judges(one)  # a path that is no reward model is refused now
-    roles = make_roles(run, policy, env, judges(run.stages[0]))
+    roles = make_roles(run, policy, env, models.judges(run.env))
     learner = roles.learner
     if run.model.compile:
         say("compiling the learner's layers (model.compile=true) ...")
         say(learner.compile(packed_text(probe_ids(policy))))
     others = others or {}
+    for line in (j.line for j in roles.rollout.judges if isinstance(j, RewardModelJudge)):
+        say(line)
 
     def close() -> None:
         keep_timeline(roles.engine, book.folder)
@@ -336,13 +342,11 @@ def make_parts(
         teacher=lambda path: make_teacher(run, path, policy),
         optimize=partial(make_optimizer, run.model, learner),
         settings={
-            s.name: StageSetting(
-                others[s.name], replace(roles.rollout, environment=others[s.name], limits=run.env_of(s).limits)
-            )
+            s.name: StageSetting(others[s.name], _own_rollout(run, s, models, roles.rollout, others[s.name]))
             for s in run.stages
             if s.name in others
         },
-        judges=judges,
+        trained_judges=TrainedJudges(run, models, say),
         observe=observers,
         watch=of_run(),
         trackers=trackers,

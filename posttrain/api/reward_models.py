@@ -61,17 +61,18 @@ class RewardModels:
         self._run, self._policy, self._folder = run, policy, folder
         self._members: dict[str, JudgeMember] = {}
 
-    def judges(self, env: Env, trained: Collection[str] = ()) -> tuple[RewardModelJudge, ...]:
+    def judges(self, env: Env, trained: Collection[str] | None = None) -> tuple[RewardModelJudge, ...]:
         """The judges of an environment's rewards that are models, in order.
 
         Args:
-            trained: stages of the run that have trained a reward model by now. A judge that asks for another one is
-                left out.
+            trained: None: those that no stage of the run trains. Else those that some stage trains, all of whose stages
+                are among these.
 
         Raises:
             ConfigError: a path is no reward model, or one whose context is too short.
         """
-        out = [self._judge(r) for r in env.rewards if r.models and set(r.stages) <= set(trained)]
+        asked = [r for r in env.rewards if r.models and bool(r.stages) is (trained is not None)]
+        out = [self._judge(r) for r in asked if set(r.stages) <= set(trained or ())]
         names = [j.name for j in out]
         if twice := [n for n in names if names.count(n) > 1]:
             raise ConfigError(
@@ -130,7 +131,8 @@ class FrozenRewards:
 def judges_of(run: Run, policy: Policy, folder: Path | None) -> tuple[RewardModelJudge, ...]:
     """The judges of the run's rewards that are models. `folder`: its run folder, where it has one."""
     kept = () if folder is None else tuple(p.name for p in (folder / KEPT).glob("[!.]*"))
-    return RewardModels(run, policy, folder).judges(run.env, kept)
+    models = RewardModels(run, policy, folder)
+    return (*models.judges(run.env), *models.judges(run.env, kept))
 
 
 def stage_policy(folder: Path, stage: str, trust: bool = False) -> Policy:

@@ -71,8 +71,8 @@ class RunParts:
     """A new optimizer for the learner's parameters."""
     settings: Mapping[str, StageSetting] = field(default_factory=dict[str, StageSetting])
     """For the stages that have an environment of their own, by the stage's name."""
-    judges: Callable[[Stage], tuple[EpisodeJudge, ...]] | None = None
-    """The reward models that judge in a stage. None: those of its rollout."""
+    trained_judges: Callable[[Stage], tuple[EpisodeJudge, ...]] = lambda stage: ()
+    """The reward models that the run itself has trained before a stage, and that judge in it."""
     observe: Callable[[Stage, Sequence[Step], Mapping[str, Any]], Observers] = lambda stage, steps, kept: Observers()
     """The observers of a stage. They get the steps already taken, and what a checkpoint stored of the observers."""
     watch: Observers = field(default_factory=Observers)
@@ -101,9 +101,9 @@ class RunParts:
         return self.settings.get(stage.name) or StageSetting(self.environment, self.rollout)
 
     def judged_setting(self, stage: Stage) -> StageSetting:
-        """The same with the reward models that judge in the stage. Those that the run trains itself are trained now."""
+        """The same with the reward models that the run itself trained. To be asked for when the stage begins."""
         found = self.setting(stage)
-        return found if self.judges is None else found.judged_by(self.judges(stage))
+        return found.judged_by((*found.rollout.judges, *self.trained_judges(stage)))
 
     def sampling(self, stage: Stage) -> Sampling:
         """The sampling settings with which a stage is evaluated, resolved.

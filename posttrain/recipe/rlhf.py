@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from posttrain.core.algorithm import patch
 from posttrain.core.env import Env, Reward
 from posttrain.core.ladder import GRPO
+from posttrain.core.pieces.pull import KL
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Evaluation, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
@@ -22,23 +24,29 @@ def rlhf() -> Run:
         recipe="rlhf",
         threads=1,
         model=TINY,
-        env=Env(name="replies", heldout=200, rewards=(Reward(function="model:stage:reward_model"),), measured=True),
+        env=Env(
+            name="replies",
+            args={"max_number": 9},
+            heldout=200,
+            rewards=(Reward(function="model:stage:reward_model"),),
+            measured=True,
+        ),
         stages=(
             Supervised(
-                name="sft", style="reply", wrong=0.9, steps=200, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)
+                name="sft", style="reply", wrong=0.8, steps=200, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)
             ),
             RewardModel(
                 name="reward_model",
                 hands_on=False,
-                steps=150,
+                steps=250,
                 batch=64,
                 centre=0.01,
-                optimizer=Optimizer(lr=1e-3),
+                optimizer=Optimizer(lr=2e-3),
                 eval_every=50,
             ),
             Reinforce(
                 name="rl",
-                algorithm=GRPO,
+                algorithm=patch(GRPO, "grpo", "2402.03300", pull=KL(coef=0.1)),
                 sampling=Sampling(max_tokens=32),
                 optimizer=Optimizer(lr=5e-4, warmup=5),
                 prompts=32,

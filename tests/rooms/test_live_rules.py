@@ -266,7 +266,6 @@ HEALTHY_LOGS: dict[str, list[Step]] = {
     "the truth stays while the reward rises": log(
         60, rollout__reward=ramp(-0.4, 3.2, 60, 0.2), rollout__truth=steady(0.3, 0.2)
     ),
-    "both fall a little": log(40, rollout__reward=ramp(0.8, 0.7, 40, 0.1), rollout__truth=ramp(0.5, 0.4, 40, 0.1)),
     "noisy": log(10, rollout__reward=steady(0.4, 0.6), rollout__solved=steady(0.4, 0.6)),
 }
 

@@ -83,8 +83,8 @@ def test_held_out_figures_have_the_truth_and_what_is_paid_apart(done: Path) -> N
     assert sft.reward is not None and sft.proxy is None  # no reward model was trained yet
     assert rl.reward is not None and rl.proxy is not None
     groups = [e.episode for e in reader.episodes(done, "rl", 4, "eval")]
-    assert rl.reward[0] == pytest.approx(np.mean([e.truth for e in groups]))
-    assert rl.proxy[0] == pytest.approx(np.mean([e.reward for e in groups]))
+    assert rl.reward[0] == pytest.approx(np.mean([e.truth or 0.0 for e in groups]))
+    assert rl.proxy[0] == pytest.approx(np.mean([e.reward or 0.0 for e in groups]))
     of = read_outcome(done).stages[-1]
     assert of.proxy is not None and of.proxy.after == pytest.approx(rl.proxy[0])
     assert of.end is not None and of.end.reward.mean == pytest.approx(rl.reward[0])
@@ -151,6 +151,7 @@ def test_a_second_opinion_is_measured(tmp_path: Path) -> None:
     own, paid, other = episodes(tmp_path / "run", 1)[0].verdicts
     e = episodes(tmp_path / "run", 1)[0]
     assert (own.measured, paid.measured, other.measured) == (False, False, True)
+    assert own.verdict.score is not None and paid.verdict.score is not None
     assert e.truth == other.verdict.score and e.reward == pytest.approx(own.verdict.score + paid.verdict.score)
 
 
