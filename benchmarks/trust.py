@@ -40,8 +40,10 @@ from posttrain.checks import (
     preference_data,
     preference_loss,
     preference_reference,
+    ranking,
     rejudge,
     resume,
+    reward_models,
     sampler,
     synthetic,
     update,
@@ -88,6 +90,8 @@ EVERY_STEP = (
     *(preference_data.sides_are_as_judged, preference_data.completion_ends_once, preference_data.sides_share_a_prompt),
     *(preference_data.tokens_are_as_judged, preference_reference.reference_says),
     *(preference_reference.starts_at_reference, preference_loss.shift_is),
+    *(ranking.score_reaches, ranking.sides_share_their_prompt, ranking.reads_the_end),
+    *(reward_models.holds_what_was_trained, reward_models.reads_the_last_token, reward_models.scores_hold),
 )
 SECOND_OPINIONS = (
     credit.everyone_is_scored,
@@ -95,6 +99,7 @@ SECOND_OPINIONS = (
     loss.loss_agrees,
     loss.entropy_and_value_agree,
     preference_loss.preference_loss_agrees,
+    ranking.loss_is,
     update.update_agrees,
 )
 """What the page lists of `posttrain/checks`."""
