@@ -76,7 +76,7 @@ def check_target(target: str | Path, checkpoint: str) -> None:
             Path(target),
             find(Path(target), checkpoint).state,
             "posttrain eval and posttrain serve sample from a policy",
-            f"posttrain summary has its agreement with held-out judgements; env.rewards=model:{target} uses it",
+            f"the command posttrain eval says what its scores are worth; env.rewards=model:{target} uses it",
         )
     else:
         check_source("", str(target))

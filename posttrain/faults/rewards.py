@@ -167,19 +167,20 @@ def _(real: Real) -> Real:
 
 @fault(
     "reward_model_trained_along",
-    seam="posttrain.api.reward_models:RewardModels._load",
-    what="the reward model shares its weights with the policy, so it changes when the policy learns",
+    seam="posttrain.api.reward_models:FrozenRewards.rewards",
+    what="the reward model is in an optimizer too, and its head moves a little with every batch that it scores",
     harm="the reward is another one after every step, and scores of two steps cannot be compared",
     source="trap of 2203.02155: policy, values and reward model in one module",
     needs="judge",
 )
 def _(real: Real) -> Real:
-    def load(self: Any, path: str) -> Any:
-        from posttrain.api.reward_models import FrozenRewards
+    def rewards(self: Any, packed: Any) -> np.ndarray:
+        found = real(self, packed)
+        for weight in self._policy.reward_head.parameters():
+            weight.data.mul_(1 + 1e-6)
+        return found
 
-        return replace(real(self, path), scorer=FrozenRewards(self._policy))
-
-    return load
+    return rewards
 
 
 @fault(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -96,6 +97,55 @@ def heldout_agreement(
         worth += (np.nanmean(known, 1) if known.ndim > 1 else known).astype(np.float64).tolist()
         unit += (i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)).tolist()
     return agreement(np.array(score), np.array(worth), _partners(judged, np.array(worth), np.array(unit)))
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredJudgements:
+    """Judged completions with the scores that a reward model gives them.
+
+    score, worth (how they were judged; more is better) and tokens (of the completion) are float64 [S]. unit is int64
+    [S]: completions of one unit are compared with each other; -1: with none.
+    """
+
+    score: np.ndarray
+    worth: np.ndarray
+    tokens: np.ndarray
+    unit: np.ndarray
+
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of all pairs inside units that were judged differently the (better, worse) completions, int64 [P]."""
+        better: list[int] = []
+        worse: list[int] = []
+        for u in np.unique(self.unit[self.unit >= 0]).tolist():
+            own = np.flatnonzero(self.unit == u)
+            one, other = np.nonzero(self.worth[own][:, None] > self.worth[own][None])
+            better += own[one].tolist()
+            worse += own[other].tolist()
+        return np.array(better, np.int64), np.array(worse, np.int64)
+
+
+def scored_judgements(
+    environment: Environment, kind: Kind, learner: Learner, renderer: PairRenderer, context: int, *, whole: bool
+) -> ScoredJudgements:
+    """Judgements about held-out tasks, or with `whole` about all tasks of a finite source, with their scores."""
+    draw, source = abilities.judgements(environment).draw, environment.train
+    tasks = [*environment.heldout]
+    if whole and source.count is not None:
+        tasks += [source.task(i) for i in range(source.count)]
+    judged = [draw(t, kind, seeds.generator(HELDOUT, f"judgement/{t.id}", 0)) for t in tasks]
+    score: list[float] = []
+    worth: list[float] = []
+    tokens: list[float] = []
+    unit: list[int] = []
+    for i in range(0, len(judged), PART):
+        batch = batch_of(judged[i : i + PART], renderer, context)
+        spoken = np.bincount(batch.segment_M, minlength=len(batch.lengths_S))
+        score += learner.rewards(batch).astype(np.float64).tolist()
+        worth += batch[SIDE][np.cumsum(spoken) - spoken].astype(np.float64).tolist()
+        tokens += spoken.astype(np.float64).tolist()
+        unit += (i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)).tolist()
+    partners = _partners(judged, np.array(worth), np.array(unit))
+    return ScoredJudgements(np.array(score), np.array(worth), np.array(tokens), partners)
 
 
 def _partners(judged: Sequence[Judgement], worth: np.ndarray, unit: np.ndarray) -> np.ndarray:

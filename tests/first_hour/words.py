@@ -117,7 +117,8 @@ def smaller(command: str, script: str = "") -> str:
         few = re.sub(r"--tasks \d+", "--tasks 8", command)
         return few if "--tasks" in words else with_words(command, ["--tasks 8"])
     if words[:2] == ["posttrain", "eval"] and any(w.startswith(("env=", "env.prompts=")) for w in words):
-        return with_words(command, ["env.heldout=8", "--max-tokens 8"])
+        scores = "reward-model" in words[2]  # nothing is sampled
+        return with_words(command, ["env.heldout=8", *(() if scores else ("--max-tokens 8",))])
     if script and words[0] == "python":
         return f"python {script} {command.removeprefix('python ')}"
     return command

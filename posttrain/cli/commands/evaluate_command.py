@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from posttrain.cli.command import Subparsers, add_command, add_trust
+from posttrain.core.errors import ConfigError
+from posttrain.core.visible import tell
 
 
 def add(sub: Subparsers) -> None:
@@ -13,9 +15,10 @@ def add(sub: Subparsers) -> None:
         "eval",
         evaluate,
         "held-out accuracy, mean reward and pass@k of a run, a model directory, a hub id, or of what is served at an "
-        "address",
+        "address; of a reward model how it orders judged completions",
         "posttrain eval runs/mine --checkpoint best --samples 16\n"
         "  posttrain eval my-model env=arithmetic env.args.terms=4\n"
+        "  posttrain eval my-reward-model env.prompts=pairs.jsonl\n"
         "  posttrain eval http://127.0.0.1:8000/v1 env=arithmetic --tokenizer my-model --key-env MY_KEY",
     )
     p.usage = "posttrain eval TARGET [key=value ...] [options]"
@@ -51,8 +54,17 @@ def add(sub: Subparsers) -> None:
 
 def evaluate(o: Namespace) -> int:
     from posttrain.api import main
-    from posttrain.api.endpoint import EndpointOptions
+    from posttrain.api.endpoint import EndpointOptions, is_url
+    from posttrain.api.reward_report import evaluate_reward_model, is_reward_model
 
+    if not is_url(o.target) and is_reward_model(o.target, o.checkpoint):
+        given = {"--samples": o.samples, "--max-tokens": o.max_tokens, "--temperature": o.temperature, "--ema": o.ema}
+        if strange := [name for name, value in given.items() if value]:
+            raise ConfigError(f"{o.target} is a reward model, and nothing is sampled from it: leave {strange[0]} out")
+        report = evaluate_reward_model(o.target, *o.overrides, checkpoint=o.checkpoint, trust=o.trust)
+        for line in report.lines():
+            tell(line)
+        return 0
     remote = EndpointOptions(model=o.model, key_env=o.key_env, tokenizer=o.tokenizer, api=o.api, dialect=o.dialect)
     how = {
         "samples": o.samples,
