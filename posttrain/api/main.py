@@ -125,8 +125,8 @@ def evaluate(
         refuse(remote)
         check_target(target, checkpoint)
     objects = HandedObjects(None if isinstance(env, str) else env, rewards)
-    words = [f"env={env}"] if isinstance(env, str) else []
-    run, weights, given = _asked_run(target, checkpoint, (*words, *overrides), objects, quiet, trust)
+    overrides = (f"env={env}", *overrides) if isinstance(env, str) else overrides
+    run, weights, given = _asked_run(target, checkpoint, overrides, objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = _contract(run, max_tokens, temperature)
     from posttrain.api.build import make_policy, make_roles, use_threads
@@ -135,29 +135,28 @@ def evaluate(
     from posttrain.role.weights import load_average, load_weights
 
     use_threads(run.threads)
-    written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
+    own = None if weights is None else Path(target)
+    written = own / TOKENIZER if own is not None and any(s.env for s in run.stages) else None
     run = _evaluated(run, contract)
-    if is_url(target) and run.env.has_reward_models:
-        raise ConfigError("env.rewards=model:... judges a run or a model directory; at an address only verifiers judge")
     with closing(make_environment(run, given)) as environment:
-        _check_measurable(environment, run.env)
+        _check_measurable(environment, run.env, is_url(target))
         console = PlainConsole(soft_wrap=True, quiet=quiet)
         if is_url(target):
             report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
         else:
-            policy = make_policy(run, environment, written=written, own=Path(target) if weights is not None else None)
-            judges = judges_of(run, policy, Path(target) if weights is not None else None)
-            with closing(make_roles(run, policy, environment, judges)) as roles:
+            policy = make_policy(run, environment, written=written, own=own)
+            with closing(make_roles(run, policy, environment, judges_of(run, policy, own))) as roles:
                 if weights is not None:
                     (load_average if ema else load_weights)(weights, roles.learner)
-                sampling = contract.resolve(policy.stop_ids, roles.renderer.spell)
-                report = wait(_measured(roles, environment, sampling, how))
+                report = wait(_measured(roles, environment, contract, policy.stop_ids, how))
         show_report(console, str(target), environment.name, report)
         return report
 
 
-def _check_measurable(environment: Environment, config: Env) -> None:
-    """ConfigError where no task is held out, or nothing judges the answers."""
+def _check_measurable(environment: Environment, config: Env, served: bool) -> None:
+    """ConfigError where no task is held out, or nothing judges the answers. `served`: what answers is at an address."""
+    if served and config.has_reward_models:
+        raise ConfigError("env.rewards=model:... judges a run or a model directory; at an address only verifiers judge")
     if not environment.heldout:
         raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
     if not (declared(environment).judges or config.has_reward_models):
@@ -168,9 +167,10 @@ def _check_measurable(environment: Environment, config: Env) -> None:
 
 
 async def _measured(
-    roles: PolicyRoles, environment: Environment, sampling: Sampling, how: Evaluation
+    roles: PolicyRoles, environment: Environment, contract: Sampling, stop_ids: tuple[int, ...], how: Evaluation
 ) -> EvaluationReport:
     await roles.sync.push(roles.engine.version + 2)  # an adapter is tried with the number between
+    sampling = contract.resolve(stop_ids, roles.renderer.spell)
     return await measure(roles.rollout, environment.heldout, sampling, how)
 
 

@@ -171,6 +171,7 @@ def _(real: Real) -> Real:
     what="the reward model is in an optimizer too, and its head moves a little with every batch that it scores",
     harm="the reward is another one after every step, and scores of two steps cannot be compared",
     source="trap of 2203.02155: policy, values and reward model in one module",
+    shows=("rl.eval=false",),
     needs="judge",
 )
 def _(real: Real) -> Real:

@@ -68,7 +68,7 @@ def test_what_holds_none_is_told(tmp_path: Path) -> None:
     assert [is_reward_model(tmp_path / n) for n in ("policy", "run", "model", "none")] == [False, True, True, False]
     with pytest.raises(ConfigError, match="say which judged completions it is to score"):
         evaluate_reward_model(tmp_path / "model")
-    with pytest.raises(ConfigError, match="gives judgements of kind"):
+    with pytest.raises(ConfigError, match="has no judged completions"):
         evaluate_reward_model(tmp_path / "run", "env=calculator")
     assert main(["eval", str(tmp_path / "model"), "env=replies", "--samples", "4"]) == 2
 
