@@ -360,11 +360,13 @@ def show_report(console: PlainConsole, target: str, environment: str, report: Ev
     rows = [("accuracy (sampled)", report.accuracy), ("accuracy (greedy)", report.greedy)]
     if report.graded:
         rows += [("mean reward (sampled)", report.reward), ("mean reward (greedy)", report.greedy_reward)]
+    rows.append(("what is paid (sampled)", report.proxy))
     for measure, score in (*rows, *((f"pass@{k}", s) for k, s in report.pass_at.items())):
         if score is not None:
             out.add_row(measure, str(score), str(score.prompts))
     if report.graded:
-        out.caption = "accuracy: the share of answers with a reward of 1 or more (pass@1); mean reward: what was paid"
+        what = "what was paid" if report.proxy is None else "what is measured and not paid"
+        out.caption = f"accuracy: the share of answers with a reward of 1 or more (pass@1); mean reward: {what}"
     console.print(out)
     console.print(
         f"{report.mean_tokens:.1f} tokens a response, {report.truncated:.1%} cut off, {report.unjudged} unjudged"

@@ -80,7 +80,7 @@ def unjudged_words(played: Sequence[Group]) -> str:
     """
     episodes = [e for g in played for e in g.episodes]
     broken = sum(failed(e.verdicts) for e in episodes)
-    silent = sum(e.reward is None for e in episodes) - broken
+    silent = sum(e.reward is None and e.figure is None and not failed(e.verdicts) for e in episodes)
     kinds = "; ".join(
         f"{name} x {n} ({why})" if why else f"{name} x {n}" for name, (n, why) in failures(played).items()
     )

@@ -132,6 +132,21 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(
         assert a.verdicts == b.verdicts and np.array_equal(a.segments[0].ids, b.segments[0].ids)
 
 
+def test_a_finished_run_goes_on_as_if_it_had_been_longer(done: Path, tmp_path: Path) -> None:
+    """Two steps of RL and then two more are the four of the run that was not stopped."""
+    posttrain.run(rlhf_run(steps=2), out=tmp_path / "run", quiet=True)
+    posttrain.run("", "rl.steps=4", resume=tmp_path / "run", quiet=True)
+    one, two = weights(done), weights(tmp_path / "run")
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    assert plain(reader.steps(done))[:-1] == plain(reader.steps(tmp_path / "run"))[:-1]
+
+
+def test_a_policy_that_was_paid_by_its_run_is_exported(done: Path, tmp_path: Path) -> None:
+    """The weights that the run went on with are a policy's: they are exported, and no reward head is in them."""
+    where = posttrain.export(done, tmp_path / "model")
+    assert not [n for n in load_file(Path(where) / "model.safetensors") if "reward" in n]
+
+
 def test_several_of_the_run_are_one_reward(tmp_path: Path) -> None:
     run = rlhf_run(Reward(function="model:stage:rm+stage:other", pessimism=1.0), steps=1)
     sft, rm, rl = run.stages
