@@ -143,7 +143,7 @@ def reward_without_truth(history: Sequence[Step], stage: Reinforce) -> str:
     tenth, while the reward rose by 3 from the same steps to these."""
     steps = running(history)
     seen = [s for s in steps if mean(s, "rollout/truth") is not None and mean(s, "rollout/reward") is not None]
-    if len(seen) < 2 * BEST or seen[-1] is not history[-1]:
+    if len(seen) < 3 * BEST or seen[-1] is not history[-1]:
         return ""
     truth, paid = known(seen, "rollout/truth"), known(seen, "rollout/reward")
     at = max(range(len(seen) - 2 * BEST + 1), key=lambda i: average(truth[i : i + BEST]))
