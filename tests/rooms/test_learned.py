@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,26 @@ def test_a_reward_that_is_the_same_is_not_answered_with_easier_prompts(run: Path
     )  # fmt: skip
     said = stage_learned(of.run, paid, "runs/x")
     assert said.word == "did not learn" and "harder prompts" in said.advice[0] and "easier" not in said.advice[0]
+
+
+def test_a_reward_that_rises_while_what_is_measured_does_not_is_exploited(run: Path) -> None:
+    """The word for a policy whose reward model pays more for held-out answers that are no better, and for one whose
+    answers are better too."""
+    of = read_outcome(run)
+    values = [0.5 + 0.5 * (i % 2) for i in range(100)]
+    right: dict[Hashable, float] = {i: float(v >= 1) for i, v in enumerate(values)}
+    start = Measurement("rl", 0, Score.of(list(right.values())), Score.of(values), True, right, dict(enumerate(values)))
+    none = dict.fromkeys(right, 0.0)
+    same, more = Gain.of(right, right), Gain.of(none, dict.fromkeys(right, 2.0), 4.0)
+    paid = replace(
+        of.stages[-1], updates=3, unpaired="", start=start, end=replace(start, step=3), accuracy=same, reward=same,
+        proxy=more,
+    )  # fmt: skip
+    said = stage_learned(of.run, paid, "runs/x")
+    assert said.word == "paid more, not more often right"
+    assert "its reward pays 0.000 -> 2.000" in said.text and "a larger KL" in said.advice[1]
+    better = Gain.of(none, dict.fromkeys(right, 1.0))
+    assert stage_learned(of.run, replace(paid, accuracy=better), "runs/x").word == "learned"
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------
