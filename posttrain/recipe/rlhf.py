@@ -46,7 +46,7 @@ def rlhf() -> Run:
             ),
             Reinforce(
                 name="rl",
-                algorithm=patch(GRPO, "grpo", "2402.03300", pull=KL(coef=0.1)),
+                algorithm=patch(GRPO, "grpo", "2402.03300", pull=KL(coef=0.5)),
                 sampling=Sampling(max_tokens=32),
                 optimizer=Optimizer(lr=5e-4, warmup=5),
                 prompts=32,

@@ -17,12 +17,13 @@ from posttrain.api.reward_paths import check_reward_models
 from posttrain.checks.reward_models import read_alone
 from posttrain.controller.stages.reinforce import ReinforceDriver
 from posttrain.core import reader
+from posttrain.core.adapter import Lora
 from posttrain.core.asks import asks
 from posttrain.core.env import Env, Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Step
 from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Optimizer, Run
+from posttrain.core.run import Model, Optimizer, Run
 from posttrain.core.types import Episode
 from posttrain.diagnose.outcome import read_outcome
 from posttrain.engine.learner import HFLearner
@@ -145,6 +146,17 @@ def test_a_policy_that_was_paid_by_its_run_is_exported(done: Path, tmp_path: Pat
     """The weights that the run went on with are a policy's: they are exported, and no reward head is in them."""
     where = posttrain.export(done, tmp_path / "model")
     assert not [n for n in load_file(Path(where) / "model.safetensors") if "reward" in n]
+
+
+def test_an_adapter_of_the_same_model_is_paid_by_another_one(done: Path, tmp_path: Path) -> None:
+    """With adapters, reward model and policy are two adapters over one base, and the run's own checks hold."""
+    model = posttrain.export(done, tmp_path / "model")
+    run = rlhf_run(steps=2)
+    run = replace(run, model=Model(path=str(model), context=64, lora=Lora(rank=2)))
+    posttrain.run(run, out=tmp_path / "run", quiet=True)
+    e = episodes(tmp_path / "run", 2)[0]
+    again = float(HFLearner(stage_policy(tmp_path / "run", "rm")).rewards(read_alone(e))[0])
+    assert e.reward == pytest.approx(again, abs=1e-5)
 
 
 def test_several_of_the_run_are_one_reward(tmp_path: Path) -> None:
