@@ -28,7 +28,7 @@ from posttrain.core.errors import EngineError
 from posttrain.engine import attention
 from posttrain.engine.attention import Layout, PackedLayout
 from posttrain.engine.embedded import native
-from posttrain.engine.embedded.fused import fusable, window_of
+from posttrain.engine.embedded.fused import FAMILIES, window_of
 from posttrain.engine.kernels import Kernel, add_forms, kernel
 from posttrain.engine.readout import ReadOut, read_out
 
@@ -149,7 +149,8 @@ def _attention(
 
 
 METHODS = {"RMSNorm": _norm, "MLP": _feed_forward, "Attention": _attention}
-"""The forward method of each part of a layer, by the end of its class's name."""
+"""The forward method of each part of a layer, by its class's name without the family. Products are modules of their own:
+they may have an adapter, or be quantised."""
 
 
 # --- the read-out -----------------------------------------------------------------------------------------------------
@@ -162,7 +163,8 @@ class FusedReadOut(ReadOut):
     methods: tuple[tuple[nn.Module, MethodType], ...] = ()
 
     def _run(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        if any(_is_another(layer) for layer in self.layers):
+        narrow = any(p.dtype != torch.float32 for part, _ in self.methods for p in part.parameters(recurse=False))
+        if narrow or any(_is_another(layer) for layer in self.layers):
             return super()._run(ids, positions, layout)
         with self._replaced():
             return super()._run(ids, positions, layout)
@@ -200,14 +202,14 @@ def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
     Raises:
         EngineError: fused and plain layers differ by more than rounding.
     """
-    if not fusable(module):
+    prefix, config = FAMILIES.get(type(module).__name__), module.config
+    if prefix is None or config.hidden_act != "silu":
         return plain
-    methods = tuple(
-        (part, MethodType(method, part))
-        for part in plain.decoder.modules()
-        for ending, method in METHODS.items()
-        if type(part).__name__.endswith(ending)
-    )
+    names = {prefix + ending: method for ending, method in METHODS.items()}
+    parts = [p for p in plain.decoder.modules() if type(p).__name__ in names]
+    if any(p._forward_hooks or p._forward_pre_hooks or "forward" in p.__dict__ for p in parts):
+        return plain
+    methods = tuple((p, MethodType(names[type(p).__name__], p)) for p in parts)
     fused = FusedReadOut(**{f.name: getattr(plain, f.name) for f in fields(ReadOut)}, methods=methods)
     _compare(module, plain, fused)
     return fused
