@@ -163,8 +163,8 @@ class FusedReadOut(ReadOut):
     methods: tuple[tuple[nn.Module, MethodType], ...] = ()
 
     def _run(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        narrow = any(p.dtype != torch.float32 for part, _ in self.methods for p in part.parameters(recurse=False))
-        if narrow or any(_is_another(layer) for layer in self.layers):
+        weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
+        if any(w.dtype != torch.float32 for w in weights) or any(_is_another(layer) for layer in self.layers):
             return super()._run(ids, positions, layout)
         with self._replaced():
             return super()._run(ids, positions, layout)
