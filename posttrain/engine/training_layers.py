@@ -149,8 +149,8 @@ def _attention(
 
 
 METHODS = {"RMSNorm": _norm, "MLP": _feed_forward, "Attention": _attention}
-"""The forward method of each part of a layer, by its class's name without the family. Products are modules of their own:
-they may have an adapter, or be quantised."""
+"""The forward method of each part of a layer, by its class's name without the family. Products are modules of their
+own: they may have an adapter, or be quantised."""
 
 
 # --- the read-out -----------------------------------------------------------------------------------------------------
