@@ -99,7 +99,7 @@ class Heads(torch.autograd.Function):
         return dx, parts.sum(0) if weight is not None and ctx.needs_input_grad[1] else None, None, None, None
 
 
-class Gate(torch.autograd.Function):
+class SwiGLU(torch.autograd.Function):
     """silu(gate) * up."""
 
     @staticmethod
@@ -126,7 +126,7 @@ def _norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _feed_forward(self: Any, x: Tensor) -> Tensor:
-    return self.down_proj(Gate.apply(self.gate_proj(x), self.up_proj(x)))
+    return self.down_proj(SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 def _attention(

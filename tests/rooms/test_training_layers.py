@@ -23,7 +23,7 @@ from posttrain.engine.embedded import native
 from posttrain.engine.embedded.fused import fusable
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.readout import read_out
-from posttrain.engine.training_layers import CHUNK, FusedReadOut, Gate, Heads, RMSNorm, fused_read_out
+from posttrain.engine.training_layers import CHUNK, FusedReadOut, SwiGLU, Heads, RMSNorm, fused_read_out
 
 pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing())
 CLOSE = 2e-5
@@ -79,7 +79,7 @@ def test_heads_are_normed_and_turned(rows: int, heads: int, half: int, normed: b
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(0.1, 40), st.integers(0, 10**6))
 def test_the_gate_is_silu_times_up(rows: int, width: int, scale: float, seed: int) -> None:
     gate = (drawn(seed, rows, width).detach() * scale).requires_grad_()
-    same(Gate.apply, lambda g, u: torch.nn.functional.silu(g) * u, gate, drawn(seed + 1, rows, width))
+    same(SwiGLU.apply, lambda g, u: torch.nn.functional.silu(g) * u, gate, drawn(seed + 1, rows, width))
 
 
 def test_no_number_depends_on_the_threads() -> None:
@@ -133,7 +133,7 @@ def test_layers_that_run_otherwise_stay_plain(how: str, monkeypatch: pytest.Monk
         decoder: Any = made.module.get_decoder()
         for layer in decoder.layers:
             layer.compile(backend="eager")
-    monkeypatch.setattr(Gate, "apply", lambda *_: pytest.fail("a fused layer ran"))
+    monkeypatch.setattr(SwiGLU, "apply", lambda *_: pytest.fail("a fused layer ran"))
     loss(learner).backward()
 
 
