@@ -14,7 +14,7 @@ import posttrain
 from posttrain.core import reader
 from posttrain.core.errors import PosttrainError
 from posttrain.core.ports import Talk
-from posttrain.core.preference_stage import Preference
+from posttrain.core.preference_stage import OnlinePreference, Preference
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task
@@ -106,6 +106,18 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
             name="dpo", steps=steps, batch=6, optimizer=Optimizer(lr=1e-3, warmup=1), eval=False, checkpoint_every=0
         )
         run = replace(run, stages=(stage,))
+    if needs == "online":
+        own = OnlinePreference(
+            name="online",
+            steps=steps,
+            prompts=6,
+            sampling=Sampling(max_tokens=6),
+            optimizer=Optimizer(lr=1e-3, warmup=1),
+            eval=False,
+            eval_every=0,
+            checkpoint_every=0,
+        )
+        run = replace(run, stages=(own,))
     return run
 
 

@@ -16,12 +16,12 @@ from typing import Any, cast
 
 from posttrain.api.own_pieces import own_classes
 from posttrain.api.rows import jsonl
-from posttrain.core.algorithm import Algorithm
 from posttrain.core.env import Env, Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.given import INLINE, OBJECTS, Given, ObjectNote, is_inline, own_pieces, rows_digest
+from posttrain.core.ladders import AnyAlgorithm, algorithm_type, learns_from
 from posttrain.core.reader import run_file
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.run import Run
 from posttrain.environment.prompts import PromptsEnv
 from posttrain.environment.single import SingleTurn
 
@@ -92,7 +92,7 @@ def place(
     run: Run,
     env: Any = None,
     rewards: Sequence[RewardWord] | RewardWord | None = None,
-    algorithm: Algorithm | None = None,
+    algorithm: AnyAlgorithm | None = None,
 ) -> tuple[Run, Given]:
     """The run with these objects named in its tree, and the objects."""
     given = Given()
@@ -114,7 +114,7 @@ class HandedObjects:
 
     env: Any = None
     rewards: Any = None
-    algorithm: Algorithm | None = None
+    algorithm: AnyAlgorithm | None = None
     algorithm_word: str = ""
     """`path.py:NAME`, where the algorithm was named so."""
 
@@ -232,15 +232,16 @@ def _plain_name(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _with_algorithm(run: Run, algorithm: Algorithm) -> Run:
-    """The algorithm in the run's only stage that learns from reward."""
-    stages = [s for s in run.stages if isinstance(s, Reinforce)]
-    if len(stages) != 1:
+def _with_algorithm(run: Run, algorithm: AnyAlgorithm) -> Run:
+    """The algorithm in the run's only stage that has one of its ladder."""
+    fits = [s for s in run.stages if isinstance(algorithm, algorithm_type(type(s)) or ())]
+    if len(fits) != 1:
         raise ConfigError(
-            f"algorithm: the run has {len(stages)} stages that learn from reward"
-            f" ({', '.join(s.name for s in stages) or 'none'}); give a Run whose stages have their algorithms"
+            f"algorithm: the run has {len(fits)} stages that learn from {learns_from(type(algorithm))}"
+            f" ({', '.join(s.name for s in fits) or 'none'}); give a Run whose stages have their algorithms"
         )
-    placed = tuple(replace(s, algorithm=algorithm) if s is stages[0] else s for s in run.stages)
+    changed: Any = fits[0]
+    placed = tuple(replace(changed, algorithm=algorithm) if s is fits[0] else s for s in run.stages)
     return replace(run, stages=placed)
 
 
