@@ -17,16 +17,21 @@ from typing import Any, cast
 from posttrain.api.own_pieces import own_classes
 from posttrain.api.rows import jsonl
 from posttrain.core.env import Env, Reward
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.given import INLINE, OBJECTS, Given, ObjectNote, is_inline, own_pieces, rows_digest
 from posttrain.core.ladders import AnyAlgorithm, algorithm_type, learns_from
 from posttrain.core.reader import run_file
 from posttrain.core.run import Run
+from posttrain.environment.columns import Columns, JudgedColumns
 from posttrain.environment.prompts import PromptsEnv
 from posttrain.environment.single import SingleTurn
 
 RewardWord = str | Reward | Callable[..., Any] | tuple[Any, float]
 """One reward: a built-in or `path.py:function` by name, a `Reward`, a function, or one of these with its weight."""
+
+
+JUDGED = tuple(f.name for f in fields(JudgedColumns) if f.name not in {c.name for c in fields(Columns)})
+"""The settings by which judged rows are read."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,9 @@ def prompts(
     split: str = "train",
     tools: str | Sequence[str] = "",
     turns: int = 8,
+    **judged: str,
 ) -> PromptData:
-    """Prompts of yours as the environment of a run.
+    """Prompts of yours, or completions that somebody judged, as the environment of a run.
 
     Args:
         rows: a list of dicts, a `datasets.Dataset`, a pandas data frame, or the path of a JSONL, JSON or parquet file,
@@ -65,8 +71,17 @@ def prompts(
         split: which split is read, if there are several.
         tools: names of tools for every episode: calculator, python, files, database, store.
         turns: with tools, the largest number of turns of the policy.
+        judged: settings of judged rows by their names, such as `chosen_column="better"`, `attribute="helpfulness"` or
+            `leave_out="identical"` (docs/preference_data.md). The defaults are the names that TRL uses.
+
+    Raises:
+        ConfigError: these are no rows, or a setting has no such name.
     """
-    said = {
+    own = {f.name: f.default for f in fields(PromptsEnv)}
+    for name in judged:
+        if name not in JUDGED:
+            raise ConfigError(f"prompts({name}=...): there is no such setting; {nearest(name, JUDGED)}")
+    said: dict[str, Any] = {
         "prompt_column": prompt_column,
         "messages_column": messages_column,
         "answer_column": answer_column,
@@ -75,8 +90,8 @@ def prompts(
         "split": split,
         "tools": tools if isinstance(tools, str) else ",".join(tools),
         "turns": turns,
+        **judged,
     }
-    own = {f.name: f.default for f in fields(PromptsEnv)}
     args = {name: value for name, value in said.items() if value != own[name]}
     if isinstance(rows, str | Path):
         return PromptData(Env(name="prompts", args=args, prompts=str(rows)), {})

@@ -111,9 +111,8 @@ RL = patch(GRPO, "rl", "-", aggregate="constant")
 
 
 def whole():
-    return patch(
-        DPO, "whole", "-", link=Written(power=1.5), statistic=Shorter(), noise=Tilted(), margin=Double(), add=(Unlikely(),)
-    )
+    pieces = {"link": Written(power=1.5), "statistic": Shorter(), "noise": Tilted(), "margin": Double()}
+    return patch(DPO, "whole", "-", add=(Unlikely(),), **pieces)
 '''
 
 
@@ -209,8 +208,8 @@ def test_it_is_handed_from_python_and_written_into_yaml(tmp_path: Path) -> None:
     posttrain.run(built(), algorithm=given, out=tmp_path / "python", quiet=True)
     assert digests(tmp_path / "python")[1] == digests(played(tmp_path / "cli", f"algorithm={own}:LINK"))[1]
     run = replace(built(), stages=(replace(built().stages[0], algorithm=given),))  # type: ignore[call-arg]
-    (tmp_path / "run.yaml").write_text(to_yaml(run).replace("base: dpo", f"base: {own}:LINK"))
-    stage = from_yaml(tmp_path / "run.yaml").stage("dpo")
+    assert "Written" in to_yaml(run)
+    stage = from_yaml(to_yaml(built()).replace("algorithm: dpo", f"algorithm: {own}:LINK"), "my.yaml").stage("dpo")
     assert isinstance(stage, Preference) and type(stage.algorithm.link).__name__ == "Written"
 
 
@@ -221,10 +220,9 @@ def test_a_ladder_is_not_taken_for_the_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="learns from preferences, and recorded rollouts are judged by reward"):
         reward_algorithm(f"{own}:LINK")
     text = to_yaml(built()).replace("algorithm: dpo", f"algorithm: {own}:RL")
-    (tmp_path / "run.yaml").write_text(text)
     assert f"{own}:RL" in text
     with pytest.raises(ConfigError, match="learns from reward, and this stage learns from preferences"):
-        from_yaml(tmp_path / "run.yaml")
+        from_yaml(text, "my.yaml")
     assert not (tmp_path / "no").exists()
 
 
