@@ -39,6 +39,7 @@ from posttrain.checks import (
     measured,
     preference_data,
     preference_loss,
+    preference_online,
     preference_reference,
     rejudge,
     resume,
@@ -88,6 +89,7 @@ EVERY_STEP = (
     *(preference_data.sides_are_as_judged, preference_data.completion_ends_once, preference_data.sides_share_a_prompt),
     *(preference_data.tokens_are_as_judged, preference_reference.reference_says),
     *(preference_reference.starts_at_reference, preference_loss.shift_is),
+    *(preference_online.tokens_are_as_sampled, preference_online.opponents_play, preference_online.opponent_says),
 )
 SECOND_OPINIONS = (
     credit.everyone_is_scored,
@@ -289,6 +291,8 @@ def table(rows: list[tuple[str, ...]], *head: str) -> list[str]:
 def drawn_at_random() -> list[str]:
     """What `benchmarks/healthy.py` measured, in a paragraph."""
     found = json.loads(RESULTS.with_name("healthy.json").read_text())
+    judged = found["preferences"]
+    dtypes = ", ".join(f"{n} in {dtype}" for dtype, n in sorted(judged["dtypes"].items(), key=lambda x: -x[1]))
     return [
         f"**Healthy runs drawn at random**: {found['runs'] - found['false_alarms']} of {found['runs']} were not stopped"
         f" ({found['date']}, `benchmarks/healthy.py`, seed {found['seed']}, {found['steps']} RL steps in all). A run is"
@@ -296,7 +300,15 @@ def drawn_at_random() -> list[str]:
         " dtype, architecture, drafts, length of SFT, reward and learning rate. It is healthy by definition: nothing"
         " is planted, and where it is stopped it must have finite losses with all checks off; no run is drawn again."
         " Untaught policies and absurd learning rates are among them, so live rules may speak there and be right; how"
-        " often they are wrong is measured on runs of taught policies: [diagnosis.md](diagnosis.md)."
+        " often they are wrong is measured on runs of taught policies: [diagnosis.md](diagnosis.md).",
+        "",
+        f"**The same of stages that learn from judgements**: {judged['runs'] - judged['false_alarms']} of"
+        f" {judged['runs']} were not stopped ({judged['date']}, `benchmarks/healthy_preferences.py`, seed"
+        f" {judged['seed']}, {judged['steps']} steps in all). A run is drawn from stage (given preferences, the"
+        f" policy's own samples, a reward model), {len(judged['algorithms'])} lines of the second ladder, data (a file"
+        " of pairs, arithmetic, replies with a planted taste and label noise), architecture, seed, reference, batch,"
+        f" micro-batches, temperature, truncation, length of SFT and learning rate; {dtypes}; {judged['adapters']} with"
+        " an adapter.",
     ]
 
 
