@@ -105,6 +105,7 @@ def draw(seed: int, index: int) -> DrawnRun:
         *((f"model.lora={one(2, 8)}",) if adapted else ()),
         *(("model.gradient_checkpointing=true",) if rng.random() < 0.1 else ()),
         *(("model.share_prefixes=false",) if rng.random() < 0.15 else ()),
+        *(("deterministic=true",) if rng.random() < 0.1 else ()),
         *((f"sft.steps={steps}", f"sft.optimizer.lr={one(1e-3, 4e-3)}") if steps else ("sft=none",)),
         *(f"learn.steps={one(*STEPS, p=STEPS.values())}", "learn.eval_every=0", "learn.checkpoint_every=0"),
         f"learn.optimizer.lr={LR * 10 ** rng.uniform(-1, 1):.3g}",

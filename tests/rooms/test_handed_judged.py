@@ -52,6 +52,7 @@ def forms(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"list": rows, "frame": pandas.DataFrame(rows), "data set": datasets.Dataset.from_list(rows)}
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", GIVEN)
 def test_every_form_in_memory_gives_the_run_of_every_other(name: str, tmp_path: Path) -> None:
     """Lists of dicts, data frames and data sets train the same steps, and the rows stay in the run folder."""
@@ -65,6 +66,7 @@ def test_every_form_in_memory_gives_the_run_of_every_other(name: str, tmp_path: 
     assert len({*digests}) == 1
 
 
+@pytest.mark.prove
 def test_a_run_goes_on_with_the_rows_that_it_keeps(tmp_path: Path) -> None:
     posttrain.run(built(GIVEN["pairs"][1]), env=posttrain.prompts(PAIRS), out=tmp_path / "a", quiet=True)
     posttrain.run("learn.steps=4", resume=tmp_path / "a", quiet=True)

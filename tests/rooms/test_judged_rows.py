@@ -84,8 +84,8 @@ TURNS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
         {"prompt": [SKY], "chosen": [CALL, SEEN, BLUE], "rejected": [CALL, SEEN, GREEN]},
         (SKY, CALL, SEEN),
     ),
-    "the tool spoke last": (
-        {"prompt": [SKY, CALL], "chosen": [SEEN, BLUE], "rejected": [SEEN, GREEN]},
+    "the tool's answer stands in the prompt": (
+        {"prompt": [SKY, CALL, SEEN], "chosen": [BLUE], "rejected": [GREEN]},
         (SKY, CALL, SEEN),
     ),
 }
@@ -125,6 +125,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "the tool has the last word": (
         {"prompt": [SKY], "chosen": [CALL, SEEN], "rejected": [CALL, SEEN]},
         "the last message of 'chosen' has role 'tool', and a completion is the assistant's",
+    ),
+    "the prompt ends with a call": (
+        {"prompt": [SKY, CALL], "chosen": [SEEN, BLUE], "rejected": [SEEN, GREEN]},
+        "'prompt' ends with the assistant's message, .* move it into each completion",
     ),
     "no prompt": (
         {"chosen": [ASKED, TOLD, BLUE], "rejected": [ASKED, TOLD, GREEN]},

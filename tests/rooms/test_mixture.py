@@ -57,8 +57,10 @@ def say(e: EmbeddedEngine, asked: list[np.ndarray], how: Sampling, first: int = 
     return asyncio.run(all_of_them())
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("share", "temperature"),
+    [(0.5, 1.0), *(pytest.param(s, t, marks=pytest.mark.prove) for s in (0.0, 0.3, 1.0) for t in (1.0, 0.6))],
+)
 def test_the_log_probs_are_those_of_the_mixture(share: float, temperature: float) -> None:
     """Over prompts of several lengths, in float64, with a cache that prompts share."""
     how = sampling(temperature=temperature, max_tokens=12)
@@ -71,6 +73,7 @@ def test_the_log_probs_are_those_of_the_mixture(share: float, temperature: float
         )
 
 
+@pytest.mark.prove
 def test_truncation_is_of_the_mixture() -> None:
     asked = prompts(3)
     for prompt, said in zip(asked, say(mixed(0.5), asked, sampling(top_p=0.7, max_tokens=8)), strict=True):
@@ -84,6 +87,7 @@ def test_truncation_is_of_the_mixture() -> None:
             assert said.logp[at] == pytest.approx(float(row[said.ids[at]] - inside), abs=2e-6)
 
 
+@pytest.mark.prove
 def test_tokens_are_drawn_as_often_as_the_mixture_says() -> None:
     """A chi-square test of 3,000 first tokens; against either model alone the same draws fail it by far."""
     prompt, count = prompts(1)[0], 3000
@@ -98,6 +102,7 @@ def test_tokens_are_drawn_as_often_as_the_mixture_says() -> None:
         assert pvalue > 1e-4 if right else pvalue < 1e-9
 
 
+@pytest.mark.prove
 def test_the_ends_are_the_two_models() -> None:
     """Share 0 says token for token what the first model says alone, share 1 what the other says."""
     asked, how = prompts(4), sampling()

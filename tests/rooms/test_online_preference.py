@@ -14,6 +14,7 @@ import torch
 
 import posttrain
 from posttrain.api.engines import check_engine
+from posttrain.controller import step as steps
 from posttrain.controller.stages.online import OnlineDriver
 from posttrain.core import reader
 from posttrain.core.algorithm import patch
@@ -21,7 +22,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.checkpoint import find
 from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError
-from posttrain.core.gauge import Step
+from posttrain.core.gauge import Gauge, Step
 from posttrain.core.pieces.judged import BestWorst
 from posttrain.core.preference_ladder import DPO, ITERATIVE_DPO, NASH_MD, OAIF, XPO
 from posttrain.core.preference_stage import OnlinePreference
@@ -33,6 +34,7 @@ from posttrain.core.transcript import Transcript
 from posttrain.core.types import OPPOSED, Episode, Group, Said, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.sampled_pairs import batch_of_pairs, sampled_pairs
+from posttrain.role.trainer import NonFiniteGradient, Trainer
 from tests.tiny import play, tiny_parts, tiny_run
 
 SAMPLING = Sampling(stop_ids=(0,))
@@ -101,7 +103,11 @@ def lines(folder: Path) -> list[Step]:
     return [s for s in reader.steps(folder) if s.stage == "online"]
 
 
-@pytest.mark.parametrize("algorithm", [OAIF, ITERATIVE_DPO, XPO, NASH_MD], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "algorithm",
+    [ITERATIVE_DPO, NASH_MD, *(pytest.param(a, marks=pytest.mark.prove) for a in (OAIF, XPO))],
+    ids=lambda a: a.name,
+)
 def test_it_learns_from_its_own_samples(tmp_path: Path, algorithm: Any) -> None:
     results = asyncio.run(play(tiny_parts(tmp_path / "run", online_run(algorithm=algorithm))))
     taken = lines(tmp_path / "run")
@@ -180,6 +186,7 @@ def test_what_an_opponent_said_is_told_from_what_the_policy_said(tmp_path: Path)
     assert all(e.own is not e.opposed for e in episodes)
 
 
+@pytest.mark.prove
 def test_the_reference_alone_is_the_opponent_of_xpo(tmp_path: Path) -> None:
     """What it says is as likely as the reference says, after updates of the policy too."""
     parts = tiny_parts(tmp_path / "run", online_run(algorithm=XPO, steps=1, optimizer=Optimizer(lr=0.05)))
@@ -198,3 +205,21 @@ def test_the_reference_alone_is_the_opponent_of_xpo(tmp_path: Path) -> None:
     assert set(said.version.tolist()) == {OPPOSED}
     parts.close()
     parts.book.close()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("algorithm", [OAIF, NASH_MD], ids=lambda a: a.name)
+def test_a_step_that_is_left_out_is_not_pushed(tmp_path: Path, algorithm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in float16, whose gradients overflow now and then: the weights stay, and so does their version."""
+    taken = Trainer.step
+
+    def overflows(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["index"] == 2:
+            raise NonFiniteGradient(float("inf"), 2, [0], 6)
+        return taken(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "step", overflows)
+    monkeypatch.setattr(steps, "left_out", lambda roles, batch, index, why: ({"optim/steps": Gauge(0, 1)}, str(why)))
+    asyncio.run(play(tiny_parts(tmp_path / "run", online_run(algorithm=algorithm))))
+    versions = [s.version for s in lines(tmp_path / "run")]
+    assert len(versions) == 3 and versions[1] == versions[0]

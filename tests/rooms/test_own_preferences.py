@@ -150,6 +150,7 @@ def played(folder: Path, *words: str, steps: int = 3) -> Path:
     return folder
 
 
+@pytest.mark.prove
 def test_a_link_of_ones_own_is_the_mathematics_that_it_writes(tmp_path: Path) -> None:
     """DPO's link written again gives DPO's weights bit for bit; another power does not."""
     own = file(tmp_path)
@@ -161,6 +162,7 @@ def test_a_link_of_ones_own_is_the_mathematics_that_it_writes(tmp_path: Path) ->
     assert isinstance(stage, Preference) and stage.algorithm.link.power == 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.prove
 def test_every_piece_acts_and_is_said_to_be_unchecked(tmp_path: Path) -> None:
     """Before the first step the policy is its reference, so the loss follows from the numbers in the file."""
     run = played(tmp_path / "whole", f"algorithm={file(tmp_path)}:whole", steps=1)
@@ -172,6 +174,7 @@ def test_every_piece_acts_and_is_said_to_be_unchecked(tmp_path: Path) -> None:
     assert any(note in n for n in step.notes)
 
 
+@pytest.mark.prove
 def test_such_a_run_is_read_without_its_file_and_goes_on_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +197,7 @@ def test_such_a_run_is_read_without_its_file_and_goes_on_with_it(
     assert [s.index for s in reader.steps(run)] == [1, 2, 3, 4]
 
 
+@pytest.mark.prove
 def test_killed_and_resumed_it_is_the_straight_run(tmp_path: Path) -> None:
     word = f"algorithm={file(tmp_path)}:whole"
     run = played(tmp_path / "cut", word, steps=2)
@@ -201,6 +205,7 @@ def test_killed_and_resumed_it_is_the_straight_run(tmp_path: Path) -> None:
     assert digests(run)[1] == digests(played(tmp_path / "straight", word, steps=4))[1]
 
 
+@pytest.mark.prove
 def test_it_is_handed_from_python_and_written_into_yaml(tmp_path: Path) -> None:
     own = file(tmp_path)
     given = algorithm_of(f"{own}:LINK")
@@ -235,6 +240,7 @@ def test_the_ladder_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "(log(1 + exp(-x)))^1.5" in capsys.readouterr().out
 
 
+@pytest.mark.prove
 def test_a_strange_record_is_damage(tmp_path: Path) -> None:
     run = played(tmp_path / "a", f"algorithm={file(tmp_path)}:LINK", steps=1)
     forget()

@@ -111,7 +111,8 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
             batch, self.state.running = prepared(a, batch, self.state.running)
         step = await learn_from(h, DataBatch(e.index, batch), PreferenceLoss(a), "completion", sampled=played)
         with self.clock.of("sync"):
-            await h.sync.push(self.trainer.version)
+            if h.sync.sampler.version != self.trainer.version:  # else the step was left out: nothing is new
+                await h.sync.push(self.trainer.version)
             if h.opponent is not None:
                 await h.opponent.follow(self.trainer.version)
         return step
