@@ -211,7 +211,7 @@ def many(seed: int, indices: Iterable[int], jobs: int) -> list[Outcome]:
 
 def drawn_of(outcomes: list[Outcome]) -> dict[str, Any]:
     """How often each setting of interest was drawn."""
-    words = [dict(w.partition("=")[::2] for w in o.words) for o in outcomes]
+    words: list[dict[str, str]] = [{(p := w.partition("="))[0]: p[2] for w in o.words} for o in outcomes]
     return {
         "dtypes": dict(Counter(w["model.dtype"] for w in words)),
         "adapters": sum("model.lora" in w for w in words),

@@ -71,7 +71,7 @@ def start(folder: Path) -> Path:
     )
     run = replace(tiny_run(), recipe="start", env=SUMS, stages=(sft,))
     posttrain.run(run, out=folder / "start", quiet=True)
-    return posttrain.export(folder / "start", folder / "model")
+    return Path(posttrain.export(folder / "start", folder / "model"))
 
 
 def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STEPS, seed: int = 0, **rl: Any) -> Run:

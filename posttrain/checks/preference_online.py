@@ -46,7 +46,7 @@ def pairs_again(groups: Sequence[Group], a: PreferenceAlgorithm) -> list[PairAga
     """The pairs of a step, from the definition of `draw`."""
     out: list[PairAgain] = []
     for g in groups:
-        told = [(r, e) for e in g.episodes if (r := outcome(e.verdicts)) is not None]
+        told = [(r, e) for e in g.episodes if (r := outcome(e.verdicts)) is not None and e.spoken]
         told = told if kind(a.draw) == "BestWorst" else told[:2]
         if len(told) < 2:
             continue
@@ -145,15 +145,16 @@ class OnlineLossCheck(PreferenceLossCheck):
 
 
 def opponents_play(groups: Sequence[Group], wanted: bool) -> None:
-    """One of the two completions of every prompt is the opponent's where there is one, and none else."""
+    """The second completion of every prompt is the opponent's where there is one, and no other is."""
     for g in groups:
-        said = [e.opposed for e in g.episodes]
-        if sum(said) != wanted:
-            raise InvariantError(
-                f"{sum(said)} of {len(said)} completions of task {g.task.id!r} are an opponent's, and"
-                f" {'one is wanted' if wanted else 'none is'}: the policy would be compared with itself, or learn from"
-                " what it did not say"
-            )
+        for e in g.episodes:
+            right = wanted and e.sibling == 1
+            if e.spoken and e.opposed is not right:
+                found, owner = ("opponent" if x else "policy" for x in (e.opposed, right))
+                raise InvariantError(
+                    f"completion {e.sibling} of task {g.task.id!r} was said by the {found}, and it is the {owner}'s:"
+                    " the policy would be compared with itself, or learn from what it did not say"
+                )
 
 
 def beginning(s: Segment, most: int) -> Segment:
@@ -200,7 +201,7 @@ def opponent_says(mu_M: np.ndarray, want_M: np.ndarray, bound: Gap, share: float
 
 
 class OpponentCheck(Observer):
-    """Half of all completions are the opponent's, and at `due` steps its log-probs are those of the mixture."""
+    """The second completion of a prompt is the opponent's; at `due` steps its log-probs are those of the mixture."""
 
     def on_event(self, roles: OnlineRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PlayedEvent):

@@ -42,7 +42,7 @@ class SampledPairs:
     """Prompts whose completions were all judged alike, up to rounding. They teach nothing, and are left out, but with
     link=nash, whose divergence to the reference holds at any preference."""
     unjudged: int
-    """Prompts with fewer than two completions that were judged."""
+    """Prompts with fewer than two completions that were judged and have a token."""
 
     def gauges(self) -> Gauges:
         asked = len(self.pairs) + self.tied + self.unjudged
@@ -63,7 +63,7 @@ def sampled_pairs(groups: Sequence[Group], a: PreferenceAlgorithm) -> SampledPai
     pairs: list[SampledPair] = []
     tied = unjudged = 0
     for group in groups:
-        judged = [e for e in group.judged if not e.shown]
+        judged = [e for e in group.judged if not e.shown and e.spoken]
         if len(judged) < 2:
             unjudged += 1
             continue

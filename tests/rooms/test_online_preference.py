@@ -14,6 +14,7 @@ import torch
 
 import posttrain
 from posttrain.api.engines import check_engine
+from posttrain.checks.preference_online import opponents_play
 from posttrain.controller import step as steps
 from posttrain.controller.stages.online import OnlineDriver
 from posttrain.core import reader
@@ -21,7 +22,7 @@ from posttrain.core.algorithm import patch
 from posttrain.core.batch import Packed
 from posttrain.core.checkpoint import find
 from posttrain.core.engines import VLLM
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.pieces.judged import BestWorst
 from posttrain.core.preference_ladder import DPO, ITERATIVE_DPO, NASH_MD, OAIF, XPO
@@ -31,7 +32,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.streams import MARGIN, OPPONENT, SIDE
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import OPPOSED, Episode, Group, Said, Task
+from posttrain.core.types import OPPOSED, Episode, Group, Said, Segment, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.sampled_pairs import batch_of_pairs, sampled_pairs
 from posttrain.role.trainer import NonFiniteGradient, Trainer
@@ -78,6 +79,30 @@ def test_what_is_judged_alike_or_not_judged_makes_no_pair() -> None:
     assert (found.pairs[0].chosen.sibling, found.pairs[0].rejected.sibling) == (2, 0)
     coarse = sampled_pairs([group(0.5, 0.5001, resolution=1e-3)], OAIF)
     assert coarse.tied == 1 and not coarse.pairs
+
+
+def test_an_answer_without_a_token_makes_no_pair() -> None:
+    """Where the prompt fills the context nothing is said, and it is judged all the same."""
+    empty = replace(episode(0, 0.0), segments=(unspoken(),), turns=())
+    found = sampled_pairs([Group(Task("t", "p"), 0, (empty, episode(1, 1.0)))], OAIF)
+    assert (len(found.pairs), found.unjudged) == (0, 1)
+
+
+def unspoken() -> Segment:
+    transcript = Transcript(SAMPLING)
+    transcript.see([1, 2])
+    return transcript.segment()
+
+
+def test_what_the_wrong_one_said_is_told() -> None:
+    right = Group(Task("t", "p"), 0, (episode(0, 0.0), opposed(1, 1.0)))
+    opponents_play([right], True)
+    opponents_play([group(0.0, 1.0)], False)
+    silent = replace(episode(1, 0.0), segments=(unspoken(),))
+    opponents_play([Group(Task("t", "p"), 0, (episode(0, 0.0), silent))], True)
+    for groups, wanted in (([right], False), ([group(0.0, 1.0)], True)):
+        with pytest.raises(InvariantError, match="completion 1 of task 't' was said by the"):
+            opponents_play(groups, wanted)
 
 
 def test_a_batch_of_pairs_has_the_chosen_one_first() -> None:
