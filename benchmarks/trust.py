@@ -39,6 +39,7 @@ from posttrain.checks import (
     measured,
     preference_data,
     preference_loss,
+    preference_online,
     preference_reference,
     ranking,
     rejudge,
@@ -92,6 +93,7 @@ EVERY_STEP = (
     *(preference_reference.starts_at_reference, preference_loss.shift_is),
     *(ranking.score_reaches, ranking.sides_share_their_prompt, ranking.reads_the_end),
     *(reward_models.holds_what_was_trained, reward_models.reads_the_last_token, reward_models.scores_hold),
+    *(preference_online.tokens_are_as_sampled, preference_online.opponents_play, preference_online.opponent_says),
 )
 SECOND_OPINIONS = (
     credit.everyone_is_scored,
@@ -294,6 +296,8 @@ def table(rows: list[tuple[str, ...]], *head: str) -> list[str]:
 def drawn_at_random() -> list[str]:
     """What `benchmarks/healthy.py` measured, in a paragraph."""
     found = json.loads(RESULTS.with_name("healthy.json").read_text())
+    judged = found["preferences"]
+    dtypes = ", ".join(f"{n} in {dtype}" for dtype, n in sorted(judged["dtypes"].items(), key=lambda x: -x[1]))
     return [
         f"**Healthy runs drawn at random**: {found['runs'] - found['false_alarms']} of {found['runs']} were not stopped"
         f" ({found['date']}, `benchmarks/healthy.py`, seed {found['seed']}, {found['steps']} RL steps in all). A run is"
@@ -301,7 +305,15 @@ def drawn_at_random() -> list[str]:
         " dtype, architecture, drafts, length of SFT, reward and learning rate. It is healthy by definition: nothing"
         " is planted, and where it is stopped it must have finite losses with all checks off; no run is drawn again."
         " Untaught policies and absurd learning rates are among them, so live rules may speak there and be right; how"
-        " often they are wrong is measured on runs of taught policies: [diagnosis.md](diagnosis.md)."
+        " often they are wrong is measured on runs of taught policies: [diagnosis.md](diagnosis.md).",
+        "",
+        f"**The same of stages that learn from judgements**: {judged['runs'] - judged['false_alarms']} of"
+        f" {judged['runs']} were not stopped ({judged['date']}, `benchmarks/healthy_preferences.py`, seed"
+        f" {judged['seed']}, {judged['steps']} steps in all). A run is drawn from stage (given preferences, the"
+        f" policy's own samples, a reward model), {len(judged['algorithms'])} lines of the second ladder, data (a file"
+        " of pairs, arithmetic, replies with a planted taste and label noise), architecture, seed, reference, batch,"
+        f" micro-batches, temperature, truncation, length of SFT and learning rate; {dtypes}; {judged['adapters']} with"
+        " an adapter.",
     ]
 
 

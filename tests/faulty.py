@@ -15,7 +15,7 @@ from posttrain.core import reader
 from posttrain.core.env import Reward
 from posttrain.core.errors import PosttrainError
 from posttrain.core.ports import Talk
-from posttrain.core.preference_stage import Preference
+from posttrain.core.preference_stage import OnlinePreference, Preference
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
@@ -73,7 +73,7 @@ def start(folder: Path) -> Path:
     )
     run = replace(tiny_run(), recipe="start", env=SUMS, stages=(sft,))
     posttrain.run(run, out=folder / "start", quiet=True)
-    return posttrain.export(folder / "start", folder / "model")
+    return Path(posttrain.export(folder / "start", folder / "model"))
 
 
 def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STEPS, seed: int = 0, **rl: Any) -> Run:
@@ -110,6 +110,18 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(run, stages=(stage,))
     if needs in ("reward_model", "judge"):
         run = _rewarded(run, needs)
+    if needs == "online":
+        own = OnlinePreference(
+            name="online",
+            steps=steps,
+            prompts=6,
+            sampling=Sampling(max_tokens=6),
+            optimizer=Optimizer(lr=1e-3, warmup=1),
+            eval=False,
+            eval_every=0,
+            checkpoint_every=0,
+        )
+        run = replace(run, stages=(own,))
     return run
 
 

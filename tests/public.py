@@ -41,6 +41,8 @@ PUBLIC = {
     "posttrain.core.pieces.correction": "Correction Truncate Mask BinaryKL Reject Veto NegativeMask",
     "posttrain.core.pieces.shape": "Shaping Signed Overlong DropTruncated BestOf RankLength TargetLength RateLength"
     " Cosine Repetition Gate RelativeLength",
+    "posttrain.core.pieces.link": "Link",
+    "posttrain.core.pieces.judged": "Statistic FDivergence LabelNoise MarginTerm Added",
     "posttrain.core.pieces.token": "Tokens ClipCov KlCov TopEntropy SecondMoment EntropyBonus Imitate Shown Distill"
     " Curriculum NoEasy Priority",
     # what an environment or a reward meets
@@ -91,6 +93,8 @@ PUBLIC = {
     "posttrain.algorithm.pull": "pull_term",
     "posttrain.algorithm.shape": "shape",
     "posttrain.algorithm.trust": "pushed Push TrustInputs",
+    "posttrain.algorithm.link": "link statistic divergence noisy owed Margins Completions",
+    "posttrain.algorithm.preference": "added",
     "posttrain.controller.stages.driver": "Driver",
     "posttrain.controller.stages.progress": "StageState StageResult",
     "posttrain.role.rollout": "Rollout",
@@ -116,6 +120,8 @@ PUBLIC = {
 """Module -> the names that users depend on. The algorithms of `posttrain.core.ladder` are public too."""
 
 LADDER = "posttrain.core.ladder"
+CONSTANTS = ("posttrain.core.preference_ladder", "posttrain.core.streams")
+"""Modules whose constants are public: the algorithms of the second ladder, and the streams that a loss reads."""
 
 
 class SurfaceError(Exception):

@@ -1,5 +1,5 @@
-"""The mathematics of preference pieces: statistics of completions, divergences, links, label noise. Each is a type in
-`core.pieces.link` or `core.pieces.judged` and a function here, registered for that type.
+"""The mathematics of preference pieces: statistics of completions, divergences, links, margins, label noise. Each is a
+type in `core.pieces.link` or `core.pieces.judged` and a function here, registered for that type.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from posttrain.core.pieces.judged import (
     AlphaDivergence,
     Average,
     Conservative,
+    DataMargin,
     Desensitized,
     FDivergence,
+    FixedMargin,
     ForwardKL,
     JensenShannon,
     LabelNoise,
     LogOdds,
+    MarginTerm,
+    RatioMargin,
     ReverseKL,
     Robust,
     Statistic,
@@ -46,12 +50,14 @@ from posttrain.core.pieces.link import (
 )
 
 
-def _missing(piece: PreferencePiece, function: str) -> InvariantError:
+def no_mathematics(piece: PreferencePiece, function: str, module: str = "link") -> InvariantError:
+    """The error for a piece without a function; `function` is where to register one."""
     name = type(piece).__name__
     if piece.absent:
         return InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
     return InvariantError(
-        f"{name} has no mathematics: register a function of {name} with posttrain.algorithm.link.{function}.register"
+        f"{name} has no mathematics: register a function of {name} with"
+        f" posttrain.algorithm.{module}.{function}.register"
     )
 
 
@@ -84,7 +90,7 @@ class Completions:
 @singledispatch
 def statistic(kind: Statistic, of: Completions) -> Tensor:
     """[E]: the log-probs of each completion as one number."""
-    raise _missing(kind, "statistic")
+    raise no_mathematics(kind, "statistic")
 
 
 @statistic.register
@@ -127,7 +133,7 @@ LARGEST_EXPONENT = 80.0
 @singledispatch
 def divergence(kind: FDivergence, log_ratio_E: Tensor) -> Tensor:
     """[E]: f'(t) for the log t of each completion."""
-    raise _missing(kind, "divergence")
+    raise no_mathematics(kind, "divergence")
 
 
 @divergence.register
@@ -171,13 +177,13 @@ class Margins:
 @singledispatch
 def link(kind: Link, of: Margins) -> Tensor:
     """[U]: the loss of each pair."""
-    raise _missing(kind, "link")
+    raise no_mathematics(kind, "link")
 
 
 @singledispatch
 def side(kind: Link, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
     """[E]: the loss of each completion alone, for links of sides. `good` is bool [E]."""
-    raise _missing(kind, "side")
+    raise no_mathematics(kind, "side")
 
 
 @link.register
@@ -247,6 +253,32 @@ def _(kind: Prospect, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
     return torch.sigmoid(-_signed(u_E, good))
 
 
+# --- the margin -------------------------------------------------------------------------------------------------------
+
+
+@singledispatch
+def owed(kind: MarginTerm, margin_U: Tensor | None, beta: float) -> Tensor | float:
+    """[U]: what the chosen completion must be ahead by, in units of x. `margin_U` is the data's margin of each pair,
+    where the piece reads it (`reads` names "margin")."""
+    raise no_mathematics(kind, "owed")
+
+
+@owed.register
+def _(kind: FixedMargin, margin_U: Tensor | None, beta: float) -> Tensor | float:
+    return kind.gamma
+
+
+@owed.register
+def _(kind: RatioMargin, margin_U: Tensor | None, beta: float) -> Tensor | float:
+    return kind.ratio * beta
+
+
+@owed.register
+def _(kind: DataMargin, margin_U: Tensor | None, beta: float) -> Tensor | float:
+    assert margin_U is not None  # it reads it
+    return kind.coef * margin_U
+
+
 # --- label noise ------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +287,7 @@ def noisy(noise: LabelNoise | None, kind: Link, of: Margins) -> Tensor:
     """[U]: the loss of each pair under wrong labels; without noise, the link."""
     if noise is None:
         return link(kind, of)
-    raise _missing(noise, "noisy")
+    raise no_mathematics(noise, "noisy")
 
 
 @noisy.register

@@ -11,19 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.algorithm.link import Completions, Margins, divergence, noisy, side, statistic
+from posttrain.algorithm.link import Completions, Margins, divergence, no_mathematics, noisy, owed, side, statistic
 from posttrain.algorithm.losses import Reads
 from posttrain.algorithm.objective import Terms
 from posttrain.algorithm.preference_whole import LIKELIHOOD, MATCH, OWN, SHIFT, layout, sides_of
 from posttrain.algorithm.streams import Streams, streams
 from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauge, Gauges, merge
-from posttrain.core.pieces.judged import Added, ChosenNLL, DataMargin, FixedMargin, GoldNLL, Optimism, RatioMargin
+from posttrain.core.pieces.judged import Added, ChosenNLL, GoldNLL, Optimism
 from posttrain.core.pieces.link import Nash
 from posttrain.core.preference import PreferenceAlgorithm
 from posttrain.core.scores import TokenScores
@@ -115,15 +116,9 @@ class _Judged:
             x_U = a.beta * (plain_E[c] - plain_E[r] - self.each(self.held[MATCH])[c])
         else:
             x_U = u_E[c] - u_E[r]
-        match a.margin:
-            case FixedMargin(gamma=gamma):
-                x_U = x_U - gamma
-            case RatioMargin(ratio=ratio):
-                x_U = x_U - ratio * a.beta
-            case DataMargin(coef=coef):
-                x_U = x_U - coef * self.each(self.held[MARGIN])[c]
-            case _:
-                pass
+        if a.margin is not None:
+            margin_U = self.each(self.held[MARGIN])[c] if MARGIN in self.held else None
+            x_U = x_U - owed(a.margin, margin_U, a.beta)
         return Margins(x_U, u_E[c], u_E[r], a.beta)
 
     def _matched(self, c: Tensor, r: Tensor) -> Tensor:
@@ -151,21 +146,8 @@ class _Judged:
     def added(self) -> Tensor:
         out = self.logp_M.new_zeros(())
         for term in self.a.add:
-            out = out + self._term(term)
+            out = out + added(term, self.logp_M, self.held)
         return out
-
-    def _term(self, term: Added) -> Tensor:
-        held = self.held
-        match term:
-            case ChosenNLL(coef=coef, over="sequences"):
-                return -coef * (held[WEIGHT] * (held[SIDE] == 1) * self.logp_M).sum()
-            case ChosenNLL(coef=coef) | GoldNLL(coef=coef):
-                of = 2 if isinstance(term, GoldNLL) else 1
-                return -coef * (held[LIKELIHOOD] * (held[SIDE] == of) * self.logp_M).sum()
-            case Optimism(coef=coef):
-                return coef * (held[WEIGHT] * held[OPPONENT] * self.logp_M).sum()
-            case _:
-                raise NotImplementedError(f"{type(term).__name__} has no mathematics")
 
     # --- gauges -------------------------------------------------------------------------------------------------------
 
@@ -184,6 +166,29 @@ class _Judged:
             out["preference/margin"] = Gauge.of(ahead)
         out["preference/accuracy"] = Gauge.of(np.where(ahead == 0, 0.5, (ahead > 0).astype(np.float64)))
         return out
+
+
+@singledispatch
+def added(term: Added, logp_M: Tensor, batch: Streams) -> Tensor:
+    """A further term of the loss: one number, a sum over the tokens of the micro-batch. `batch` has SIDE, WEIGHT (the
+    weights of a minibatch's units sum to 1) and what the algorithm reads, each [M]."""
+    raise no_mathematics(term, "added", "preference")
+
+
+@added.register
+def _(term: ChosenNLL, logp_M: Tensor, batch: Streams) -> Tensor:
+    weight_M = batch[WEIGHT] if term.over == "sequences" else batch[LIKELIHOOD]
+    return -term.coef * (weight_M * (batch[SIDE] == 1) * logp_M).sum()
+
+
+@added.register
+def _(term: GoldNLL, logp_M: Tensor, batch: Streams) -> Tensor:
+    return -term.coef * (batch[LIKELIHOOD] * (batch[SIDE] == 2) * logp_M).sum()
+
+
+@added.register
+def _(term: Optimism, logp_M: Tensor, batch: Streams) -> Tensor:
+    return term.coef * (batch[WEIGHT] * batch[OPPONENT] * logp_M).sum()
 
 
 def completions(micro: Batch, l_M: Tensor) -> Completions:

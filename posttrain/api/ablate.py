@@ -18,7 +18,7 @@ from posttrain.algorithm.correction import effective_share
 from posttrain.algorithm.credit import credit_step, without_credit
 from posttrain.algorithm.steer import AdaptiveState, standing, steered
 from posttrain.api.admit import STAGES, admitted, to_stderr
-from posttrain.api.algorithm_file import algorithm_of
+from posttrain.api.algorithm_file import reward_algorithm
 from posttrain.api.facts import RecordedFacts
 from posttrain.api.gradients import FrozenLearner, Gradient, cosine
 from posttrain.api.handed import given_notes
@@ -127,7 +127,7 @@ def ablate(
         RunFolderError: no such run, episodes or weights.
     """
     say = say or (lambda line: None)
-    chosen = [algorithm_of(name) for name in dict.fromkeys(against)] or list(LADDER.values())
+    chosen = [reward_algorithm(name) for name in dict.fromkeys(against)] or list(LADDER.values())
     folder = Path(folder)
     found = reader.run_file(folder)
     run = admitted(folder, parts=("model", STAGES), allow=trust)

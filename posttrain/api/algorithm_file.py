@@ -9,20 +9,24 @@ from typing import Any
 
 from posttrain.api.handed import HandedObjects
 from posttrain.api.own_pieces import algorithm_module
-from posttrain.core import ladder
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError, PosttrainError, nearest
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.ladders import AnyAlgorithm, algorithms_of, any_named, learns_from
+from posttrain.core.preference import PreferenceAlgorithm
+from posttrain.core.run import Run
 from posttrain.verifier.user_code import where
 
+BOTH = (Algorithm, PreferenceAlgorithm)
+"""The types of the algorithms of both ladders."""
 
-def algorithm_of(given: str | Algorithm) -> Algorithm:
-    """The algorithm itself, one of the ladder by its name, or `path.py:NAME`: an `Algorithm`, or a function without
-    arguments that returns one."""
-    if isinstance(given, Algorithm):
+
+def algorithm_of(given: str | AnyAlgorithm) -> AnyAlgorithm:
+    """The algorithm itself, one of a ladder by its name, or `path.py:NAME`: an `Algorithm` or a `PreferenceAlgorithm`,
+    or a function without arguments that returns one."""
+    if not isinstance(given, str):
         return given
     if ":" not in given:
-        return ladder.algorithm(given)
+        return any_named(given)
     name, _, attribute = given.rpartition(":")
     path = Path(name).expanduser()
     if not path.is_file():
@@ -31,7 +35,7 @@ def algorithm_of(given: str | Algorithm) -> Algorithm:
     found: Any = getattr(module, attribute, None)
     if found is None:
         named = {n: v for n, v in vars(module).items() if not n.startswith("_")}
-        own = [n for n, v in named.items() if isinstance(v, Algorithm) or _is_own(v, module.__name__)]
+        own = [n for n, v in named.items() if isinstance(v, BOTH) or _is_own(v, module.__name__)]
         raise ConfigError(f"algorithm={given}: {path} has no {attribute!r}; {nearest(attribute, own)}")
     if callable(found):
         try:
@@ -40,10 +44,21 @@ def algorithm_of(given: str | Algorithm) -> Algorithm:
             raise
         except Exception as error:
             raise ConfigError(f"algorithm={given} failed: {where(error)}") from error
+    if not isinstance(found, BOTH):
+        raise ConfigError(
+            f"algorithm={given} is a {type(found).__name__}: an Algorithm or a PreferenceAlgorithm is wanted, such as"
+            " posttrain.core.algorithm.patch makes, or a function without arguments that returns one"
+        )
+    return found
+
+
+def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
+    """`algorithm_of`, where only one that learns from reward has a meaning."""
+    found = algorithm_of(given)
     if not isinstance(found, Algorithm):
         raise ConfigError(
-            f"algorithm={given} is a {type(found).__name__}: an Algorithm is wanted, such as"
-            " posttrain.core.algorithm.patch makes, or a function without arguments that returns one"
+            f"algorithm={found.name} learns from {learns_from(type(found))}, and recorded rollouts are judged by"
+            " reward: name one that learns from reward"
         )
     return found
 
@@ -66,7 +81,7 @@ def without_algorithm(overrides: Sequence[str], handed: HandedObjects) -> tuple[
 
 def check_same(folder: Path, stored: Run, handed: HandedObjects) -> None:
     """ConfigError where a run goes on with another algorithm than it was begun with."""
-    used = [s.algorithm for s in stored.stages if isinstance(s, Reinforce)]
+    used = list(algorithms_of(stored.stages).values())
     if handed.algorithm is not None and handed.algorithm not in used:
         raise ConfigError(
             f"{folder}: the algorithm {handed.algorithm.name!r} that was given is not the one that the run was begun"

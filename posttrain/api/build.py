@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from posttrain.api.branch import begun_with, run_source
-from posttrain.api.engines import keep_timeline, make_engine
+from posttrain.api.engines import keep_timeline, make_engine, make_opponent
 from posttrain.api.environments import distinct
 from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import RewardModels, with_reward_head
@@ -28,7 +28,7 @@ from posttrain.core.abilities import declared
 from posttrain.core.book import Book
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.machine import cores
-from posttrain.core.ports import Environment, Sampler, Tracker
+from posttrain.core.ports import Environment, Reference, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Model, Run
 from posttrain.core.stage import Optimizer, Stage, check_patterns
@@ -39,11 +39,12 @@ from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.readout import read_out
-from posttrain.engine.reference import freeze
+from posttrain.engine.reference import freeze, frozen_module
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.environment.rows import placed
 from posttrain.role.judgements import FittingTasks
 from posttrain.role.memory import PeakMemory
+from posttrain.role.opponent import Opponent
 from posttrain.role.probe import packed_text
 from posttrain.role.reward_judge import RewardModelJudge
 from posttrain.role.rollout import Rollout
@@ -210,6 +211,13 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
     return FrozenScorer(other)
 
 
+def opponent_of(run: Run, policy: Policy, roles: PolicyRoles, reference: Reference, share: float) -> Opponent:
+    """Who plays against the policy with this share of the reference."""
+    engine = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
+    follows = None if share == 1 else Sync(roles.learner, engine, probe_ids(policy), run.model.dtype)
+    return Opponent(engine, follows)
+
+
 @dataclass(frozen=True)
 class PolicyRoles:
     """A policy's learner, engine, rollout and weight sync. They need no run folder."""
@@ -340,6 +348,7 @@ def make_parts(
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
         freeze=lambda: freeze(learner),
         teacher=lambda path: make_teacher(run, path, policy),
+        oppose=lambda reference, share: opponent_of(run, policy, roles, reference, share),
         optimize=partial(make_optimizer, run.model, learner),
         settings={
             s.name: StageSetting(others[s.name], _own_rollout(run, s, models, roles.rollout, others[s.name]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from posttrain.api.request import check_installed
 from posttrain.api.target import open_policy
@@ -14,9 +15,11 @@ from posttrain.core import files
 from posttrain.core.engines import GIB, VLLM, Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Sampler
+from posttrain.core.preference_stage import OnlinePreference
 from posttrain.core.run import Run
 from posttrain.engine import compiled
 from posttrain.engine.embedded import EmbeddedEngine, native
+from posttrain.engine.embedded.mixture import Mixture
 from posttrain.engine.embedded.speculate import Draft, Lookup
 from posttrain.engine.endpoint import Endpoint, Patience
 from posttrain.engine.models import Policy
@@ -44,6 +47,10 @@ def check_engine(run: Run) -> None:
 
     Called before the run folder is made, so that such a run leaves no folder.
     """
+    if not isinstance(run.engine, Embedded):
+        for stage in run.stages:
+            if isinstance(stage, OnlinePreference) and stage.share is not None:
+                raise ConfigError(f"{stage.name}.algorithm={stage.algorithm.name}: {_ONE_MODEL}")
     check_installed(run)
     if run.model.compile and (why := compiled.missing(run.model.device)):
         raise ConfigError(f"model.compile=true, but torch.compile cannot be used: {why}. Install it, or leave it out")
@@ -78,6 +85,30 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> 
     return serving
 
 
+def make_opponent(
+    run: Run, policy: Policy, reference: PreTrainedModel, share: float, text: Callable[[np.ndarray], str]
+) -> EmbeddedEngine:
+    """An engine that samples from pi^(1 - share) ref^share. It has its own copy of the policy's weights, which are
+    pushed to it like to the first one; with share=1 it holds the reference alone.
+
+    Raises:
+        ConfigError: the run's engine is another one, which samples one model only.
+    """
+    if not isinstance(run.engine, Embedded):
+        raise ConfigError(_ONE_MODEL)
+    how = replace(run.engine, lookup=0, draft=None, timeline=False)
+    if share == 1:
+        return embedded_engine(run, how, replace(policy, module=reference, lora=None), text)
+    twin = policy.twin()
+    return embedded_engine(run, how, twin, text, Mixture(reference, share), BEFORE_TRIAL)
+
+
+_ONE_MODEL = (
+    "engine=vllm samples one model, and an opponent of the policy is a mixture of two, token by token: set"
+    " engine=embedded, or use an algorithm without an opponent (oaif, iterative_dpo)"
+)
+
+
 def keep_timeline(sampler: Sampler, folder: Path) -> None:
     """Write the engine's timeline into the run folder, if the run asked for one."""
     if isinstance(sampler, EmbeddedEngine) and sampler.timeline is not None:
@@ -85,8 +116,20 @@ def keep_timeline(sampler: Sampler, folder: Path) -> None:
             sampler.timeline.write(folder / TIMELINE)
 
 
-def embedded_engine(run: Run, how: Embedded, policy: Policy, text: Callable[[np.ndarray], str]) -> EmbeddedEngine:
-    """The embedded engine with the run's settings, over the policy's own module."""
+def embedded_engine(
+    run: Run,
+    how: Embedded,
+    policy: Policy,
+    text: Callable[[np.ndarray], str],
+    mixture: Mixture | None = None,
+    version: int | None = None,
+) -> EmbeddedEngine:
+    """The embedded engine with the run's settings, over the policy's own module.
+
+    Args:
+        version: of the weights it begins with; None: 0, or that before the trial of an adapter.
+    """
+    begun = 0 if policy.lora is None else BEFORE_TRIAL
     return EmbeddedEngine(
         policy.module,
         slots=run.slots,
@@ -101,7 +144,8 @@ def embedded_engine(run: Run, how: Embedded, policy: Policy, text: Callable[[np.
         retain=how.retain,
         timeline=how.timeline,
         speculate=_speculation(run, how, policy),
-        version=0 if policy.lora is None else BEFORE_TRIAL,
+        mixture=mixture,
+        version=begun if version is None else version,
     )
 
 

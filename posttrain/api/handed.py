@@ -16,17 +16,22 @@ from typing import Any, cast
 
 from posttrain.api.own_pieces import own_classes
 from posttrain.api.rows import jsonl
-from posttrain.core.algorithm import Algorithm
 from posttrain.core.env import Env, Reward
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.given import INLINE, OBJECTS, Given, ObjectNote, is_inline, own_pieces, rows_digest
+from posttrain.core.ladders import AnyAlgorithm, algorithm_type, learns_from
 from posttrain.core.reader import run_file
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.run import Run
+from posttrain.environment.columns import Columns, JudgedColumns
 from posttrain.environment.prompts import PromptsEnv
 from posttrain.environment.single import SingleTurn
 
 RewardWord = str | Reward | Callable[..., Any] | tuple[Any, float]
 """One reward: a built-in or `path.py:function` by name, a `Reward`, a function, or one of these with its weight."""
+
+
+JUDGED = tuple(f.name for f in fields(JudgedColumns) if f.name not in {c.name for c in fields(Columns)})
+"""The settings by which judged rows are read."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,9 @@ def prompts(
     split: str = "train",
     tools: str | Sequence[str] = "",
     turns: int = 8,
+    **judged: str,
 ) -> PromptData:
-    """Prompts of yours as the environment of a run.
+    """Prompts of yours, or completions that somebody judged, as the environment of a run.
 
     Args:
         rows: a list of dicts, a `datasets.Dataset`, a pandas data frame, or the path of a JSONL, JSON or parquet file,
@@ -65,8 +71,17 @@ def prompts(
         split: which split is read, if there are several.
         tools: names of tools for every episode: calculator, python, files, database, store.
         turns: with tools, the largest number of turns of the policy.
+        judged: settings of judged rows by their names, such as `chosen_column="better"`, `attribute="helpfulness"` or
+            `leave_out="identical"` (docs/preference_data.md). The defaults are the names that TRL uses.
+
+    Raises:
+        ConfigError: these are no rows, or a setting has no such name.
     """
-    said = {
+    own = {f.name: f.default for f in fields(PromptsEnv)}
+    for name in judged:
+        if name not in JUDGED:
+            raise ConfigError(f"prompts({name}=...): there is no such setting; {nearest(name, JUDGED)}")
+    said: dict[str, Any] = {
         "prompt_column": prompt_column,
         "messages_column": messages_column,
         "answer_column": answer_column,
@@ -75,8 +90,8 @@ def prompts(
         "split": split,
         "tools": tools if isinstance(tools, str) else ",".join(tools),
         "turns": turns,
+        **judged,
     }
-    own = {f.name: f.default for f in fields(PromptsEnv)}
     args = {name: value for name, value in said.items() if value != own[name]}
     if isinstance(rows, str | Path):
         return PromptData(Env(name="prompts", args=args, prompts=str(rows)), {})
@@ -92,7 +107,7 @@ def place(
     run: Run,
     env: Any = None,
     rewards: Sequence[RewardWord] | RewardWord | None = None,
-    algorithm: Algorithm | None = None,
+    algorithm: AnyAlgorithm | None = None,
 ) -> tuple[Run, Given]:
     """The run with these objects named in its tree, and the objects."""
     given = Given()
@@ -114,7 +129,7 @@ class HandedObjects:
 
     env: Any = None
     rewards: Any = None
-    algorithm: Algorithm | None = None
+    algorithm: AnyAlgorithm | None = None
     algorithm_word: str = ""
     """`path.py:NAME`, where the algorithm was named so."""
 
@@ -232,15 +247,16 @@ def _plain_name(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _with_algorithm(run: Run, algorithm: Algorithm) -> Run:
-    """The algorithm in the run's only stage that learns from reward."""
-    stages = [s for s in run.stages if isinstance(s, Reinforce)]
-    if len(stages) != 1:
+def _with_algorithm(run: Run, algorithm: AnyAlgorithm) -> Run:
+    """The algorithm in the run's only stage that has one of its ladder."""
+    fits = [s for s in run.stages if isinstance(algorithm, algorithm_type(type(s)) or ())]
+    if len(fits) != 1:
         raise ConfigError(
-            f"algorithm: the run has {len(stages)} stages that learn from reward"
-            f" ({', '.join(s.name for s in stages) or 'none'}); give a Run whose stages have their algorithms"
+            f"algorithm: the run has {len(fits)} stages that learn from {learns_from(type(algorithm))}"
+            f" ({', '.join(s.name for s in fits) or 'none'}); give a Run whose stages have their algorithms"
         )
-    placed = tuple(replace(s, algorithm=algorithm) if s is stages[0] else s for s in run.stages)
+    changed: Any = fits[0]
+    placed = tuple(replace(changed, algorithm=algorithm) if s is fits[0] else s for s in run.stages)
     return replace(run, stages=placed)
 
 

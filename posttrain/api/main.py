@@ -25,12 +25,12 @@ from posttrain.api.request import RunOptions, requested
 from posttrain.api.summary import show_report
 from posttrain.api.target import check_target, run_and_checkpoint, target_run
 from posttrain.core.abilities import declared
-from posttrain.core.algorithm import Algorithm
 from posttrain.core.certificate import FAILED, ExportCertificate
 from posttrain.core.checkpoint import find
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.given import Given
+from posttrain.core.ladders import AnyAlgorithm
 from posttrain.core.ports import Environment
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Evaluation, Reinforce, Run
@@ -50,7 +50,7 @@ def run(
     *overrides: str,
     env: Any = None,
     rewards: Any = None,
-    algorithm: str | Algorithm | None = None,
+    algorithm: str | AnyAlgorithm | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     quiet: bool = False,
@@ -67,7 +67,7 @@ def run(
             a class or an object.
         rewards: reward functions, names of built-ins or `path.py:function`, each alone or with its weight:
             `[right, ("think_format", 0.2)]`. Functions run in this process.
-        algorithm: by its name, or an `Algorithm` of your own.
+        algorithm: by its name, or an `Algorithm` or `PreferenceAlgorithm` of your own.
         out: run folder; default runs/RECIPE-DATE-TIME.
         resume: an existing run folder, or a checkpoint in it, to go on with. No recipe is given then, and only
             settings that change no past step: `run(resume="runs/mine", steps=200)`. Objects that the run was handed
@@ -78,7 +78,7 @@ def run(
     """
     named = {"env": env, "algorithm": algorithm}
     words = [*overrides, *setting_words({n: v for n, v in named.items() if isinstance(v, str)} | settings)]
-    own = algorithm if isinstance(algorithm, Algorithm) else None
+    own = None if isinstance(algorithm, str) else algorithm
     handed = HandedObjects(None if isinstance(env, str) else env, rewards, own)
     options = RunOptions(out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust, handed=handed)
     with requested(recipe, words, options) as request:

@@ -15,8 +15,9 @@ from types import ModuleType
 from posttrain.core.asks import Ask, Kind
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.given import MOST_PIECES, OBJECTS, OwnPiece, file_digest
+from posttrain.core.ladders import algorithms_of
 from posttrain.core.pieces.absent import known_pieces
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.run import Run
 from posttrain.core.shell import command_line
 from posttrain.verifier.user_code import module_name, user_module
 
@@ -30,7 +31,7 @@ def own_classes(run: Run) -> dict[str, type]:
     Raises:
         ConfigError: two of them have one name, or there are too many.
     """
-    algorithms = [a for s in run.stages if isinstance(s, Reinforce) for a in s.algorithm.lineage()]
+    algorithms = [a for own in algorithms_of(run.stages).values() for a in own.lineage()]
     found = dict.fromkeys(type(p) for a in algorithms for p in a.pieces)
     own: dict[str, type] = {}
     for c in found:

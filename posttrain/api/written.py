@@ -20,7 +20,7 @@ from posttrain.api.overrides import USER_PATCH
 from posttrain.core import foreign, tree
 from posttrain.core.algorithm import Algorithm, choices, differences, patch
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.ladders import LADDERS, AnyAlgorithm, algorithm_type
+from posttrain.core.ladders import LADDERS, AnyAlgorithm, algorithm_type, learns_from
 from posttrain.core.run import Run
 from posttrain.core.stage import Stage
 
@@ -205,9 +205,15 @@ def _base(word: Any, path: str, declared: type) -> Any:
     """The algorithm that a name or `path.py:NAME` stands for."""
     if _is_file(word):
         try:
-            return algorithm_of(word)
+            found = algorithm_of(word)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+        if not isinstance(found, declared):
+            raise ConfigError(
+                f"{path}: {word} learns from {learns_from(type(found))}, and this stage learns from"
+                f" {learns_from(declared)}: name an algorithm of that ladder"
+            )
+        return found
     rows = LADDERS[declared]
     if word not in rows:
         raise ConfigError(f"{path}.base={word}: no such algorithm; {nearest(str(word), rows)}")

@@ -31,7 +31,7 @@ class LiveRules(Observer):
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PlayedEvent) or not len(self._special):
             return None
-        episodes = [e for g in event.experience.played for e in g.episodes if not e.shown]
+        episodes = [e for g in event.experience.played for e in g.episodes if e.own]
         return ObserverReport({"rollout/special": Gauge.of([self._says_special(e) for e in episodes])})
 
     def _says_special(self, episode: Episode) -> bool:

@@ -157,6 +157,10 @@ class PreferenceLossCheck(Observer):
     def state(self) -> dict[str, Any]:
         return {"preference": {"sum": self._total, "count": self._count}} if np.isfinite(self._total) else {}
 
+    def rows(self, roles: Any, index: int) -> JudgedRows:
+        """How the completions of step `index` were judged."""
+        return rows_of(judged_again(roles, index))
+
     def needs(self, roles: PreferenceRoles, event: PackedEvent) -> Needs:
         return Needs(logp=due(event.index), gradients=due(event.index))
 
@@ -170,7 +174,7 @@ class PreferenceLossCheck(Observer):
                     note = f"the gradient of {a.name} is not checked: no second computation covers {', '.join(own)}"
                     return ObserverReport(notes=(note,))
             case LearnedEvent(packed=PackedEvent(index=index, batch=batch), passes=passes) if due(index):
-                rows = rows_of(judged_again(roles, index))
+                rows = self.rows(roles, index)
                 shift = float(batch[SHIFT][0]) if SHIFT in batch else 0.0
                 return ObserverReport(preference_loss_agrees(a, batch, passes, rows, shift))
             case _:
@@ -181,7 +185,7 @@ class PreferenceLossCheck(Observer):
         """Compare what is subtracted from rewards with a second computation."""
         a = roles.stage.algorithm
         if a.shift == "running" and not unknown(a):
-            rows = rows_of(judged_again(roles, index))
+            rows = self.rows(roles, index)
             self._total, self._count = running_shift(a, batch, rows, self._total, self._count)
             if np.isfinite(self._total):
                 shift_is(a, batch, self._total / self._count, 1e-9)

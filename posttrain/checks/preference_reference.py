@@ -8,7 +8,7 @@ import numpy as np
 
 from posttrain.checks.sampler import reference_unmoved
 from posttrain.checks.schedule import due
-from posttrain.core.batch import Packed
+from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge
 from posttrain.core.streams import REFERENCE, START
@@ -20,7 +20,7 @@ from posttrain.role.roles import PreferenceRoles
 from posttrain.role.rounding import CEILING, Exact, Gap, allowed, unmeasured
 
 REMEMBERED = 4
-"""Completions of the first step whose reference log-probs are compared again later."""
+"""Units of the first step whose reference log-probs are compared again later."""
 
 
 def segments_of(packed: Packed, episodes: Sequence[int]) -> list[Segment]:
@@ -45,10 +45,12 @@ def reference_says(held_M: np.ndarray, now_M: np.ndarray, bound: Gap, what: str)
         )
 
 
-def starts_at_reference(learner_M: np.ndarray, reference_M: np.ndarray, dtype: str, exact: Exact) -> float:
+def starts_at_reference(
+    learner_M: np.ndarray, reference_M: np.ndarray, dtype: str, exact: Exact, temperature: float = 1.0
+) -> float:
     """Before the first step of a stage that compares with its own start, every log-ratio is 0; returns the largest."""
     gap = Gap.of(reference_M, learner_M)
-    bound = allowed(dtype, gap, learner_M, exact, 1.0)
+    bound = allowed(dtype, gap, learner_M, exact, temperature)
     if not gap.worst <= bound.worst:
         raise InvariantError(
             "the policy is its own reference when the stage begins, so every log-ratio is 0, and one is"
@@ -65,7 +67,7 @@ class ReferenceCheck(Observer):
     def __init__(self, *, first: bool) -> None:
         self._first = first
         """Whether the stage starts here, not from a checkpoint."""
-        self._remembered: tuple[list[Segment], np.ndarray] | None = None
+        self._remembered: Batch | None = None
 
     def needs(self, roles: PreferenceRoles, event: PackedEvent) -> Needs:
         return Needs(logp=due(event.index))
@@ -85,25 +87,25 @@ class ReferenceCheck(Observer):
         batch, dtype, reference = event.batch, roles.run.model.dtype, roles.reference
         assert reference is not None
         if self._remembered is None:
-            some = segments_of(batch, range(min(REMEMBERED, batch.episodes)))
-            self._remembered = some, batch[REFERENCE][: sum(s.spoken for s in some)].copy()
-        some, before = self._remembered
+            units = [batch.members(u) for u in range(min(REMEMBERED, batch.units))]
+            self._remembered = batch.select(np.concatenate(units))
+        some = self._remembered
         if isinstance(reference, ReferenceScores):
-            now_M, then_M = reference.of(segments_of(batch, range(batch.episodes))), reference.of(some)
+            now_M, then_M = (reference.of(segments_of(b, range(b.episodes))) for b in (batch, some))
             bounds = Gap(0, 0), Gap(0, 0)
         else:
             reference_unmoved(reference)
-            now_M, then_M = reference.score(batch), reference.score(Packed.of(some))
-            bounds = unmeasured(dtype, 1.0), CEILING[dtype]
+            now_M, then_M = reference.score(batch), reference.score(some)
+            bounds = unmeasured(dtype, batch.sampling.temperature), CEILING[dtype]
         reference_says(batch[REFERENCE], now_M, bounds[0], "the reference log-probs in the minibatch")
-        reference_says(before, then_M, bounds[1], "the reference log-probs of the first step")
+        reference_says(some[REFERENCE], then_M, bounds[1], "the reference log-probs of the first step")
 
     def _starts(self, roles: PreferenceRoles, packed: PackedEvent, logp_M: np.ndarray) -> ObserverReport | None:
         batch, dtype, gauges = packed.batch, roles.run.model.dtype, dict[str, Gauge]()
         exact = lambda: roles.learner.exact(batch)  # noqa: E731
         if START in batch:
             gap = Gap.of(batch[START], logp_M)
-            if not gap.worst <= allowed(dtype, gap, logp_M, exact, 1.0).worst:
+            if not gap.worst <= allowed(dtype, gap, logp_M, exact, batch.sampling.temperature).worst:
                 raise InvariantError(
                     f"the policy's log-probs at the start of the step differ from its forward pass by {gap.worst:.3g}:"
                     " what is made of them over the minibatch would be of other weights or other tokens"
@@ -111,7 +113,7 @@ class ReferenceCheck(Observer):
         if self._first and packed.index == 1:
             own = roles.stage.algorithm.reads_reference and roles.stage.reference is None
             if own:
-                worst = starts_at_reference(logp_M, batch[REFERENCE], dtype, exact)
+                worst = starts_at_reference(logp_M, batch[REFERENCE], dtype, exact, batch.sampling.temperature)
                 gauges["canary/reference_gap"] = Gauge(worst, 1)
         self._first = False
         return ObserverReport(gauges)

@@ -14,7 +14,7 @@ from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Reference
 from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import MU, REFERENCE, VERSION
-from posttrain.core.types import SHOWN, Group, Stop
+from posttrain.core.types import OPPOSED, SHOWN, Group, Stop
 from posttrain.role.events import (
     DifferentiatedEvent,
     Event,
@@ -102,9 +102,9 @@ def no_distance_yet(
 def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None:
     """The masks of a step's episodes cover exactly the tokens that the engine counted as sampled.
 
-    Tokens of other seats are in no mask; they are added to the count.
+    Tokens of other seats are in no mask; they are added to the count. What an opponent said is not this engine's.
     """
-    played = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if not e.shown]
+    played = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if e.own]
     covered = sum(e.spoken for e in played) + sum(t.tokens for e in played for t in e.seats if t.policy)
     covered += sum(g.aborted_tokens for g in groups)
     if covered != said_tokens:
@@ -122,7 +122,9 @@ def said_by_these_weights(groups: Sequence[Group], begun: int, now: int) -> None
     for g in groups:
         for e in g.episodes:
             for s in e.segments:
-                other = s.version[s.mask & ((s.version < begun) | (s.version > now)) & (s.version != SHOWN)]
+                other = s.version[
+                    s.mask & ((s.version < begun) | (s.version > now)) & ~np.isin(s.version, (SHOWN, OPPOSED))
+                ]
                 if len(other):
                     raise InvariantError(
                         f"task {g.task.id!r} has tokens said by version {int(other[0])}, while the learner holds"

@@ -17,6 +17,7 @@ from posttrain.checks.measured import EvaluationCheck
 from posttrain.checks.precision import ScaleCheck
 from posttrain.checks.preference_data import JudgementCheck
 from posttrain.checks.preference_loss import PreferenceLossCheck
+from posttrain.checks.preference_online import OnlineLossCheck, OpponentCheck, SampledPairCheck
 from posttrain.checks.preference_reference import ReferenceCheck
 from posttrain.checks.ranking import RankingCheck
 from posttrain.checks.resume import OptimizerResumeCheck, RestoreCheck, ResumeCheck
@@ -89,7 +90,12 @@ def preference(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]
 def online(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a stage that learns from preferences between its own samples."""
     return [
-        UpdateCheck(moved=bool(steps)),
+        OptimizerResumeCheck(StageHistory(steps)),
+        SampledPairCheck(),
+        OpponentCheck(),
+        ReferenceCheck(first=not steps),
+        OnlineLossCheck(),
+        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
         ScaleCheck(done=bool(steps)),
         FrozenCheck(),
         SamplerCheck(fresh=False),

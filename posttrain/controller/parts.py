@@ -17,6 +17,7 @@ from posttrain.core.stage import Optimizer as OptimizerConfig
 from posttrain.core.stage import Stage
 from posttrain.role.evaluate import EvaluationReport, evaluate
 from posttrain.role.events import Observers
+from posttrain.role.opponent import Opponent
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 from posttrain.role.trainer import Trainer, WeightOptimizer
@@ -67,6 +68,8 @@ class RunParts:
     """A reference that scores as the learner does now and never changes: a copy, or its model without the adapter."""
     teacher: Callable[[str], Reference]
     """A frozen model from this directory. It must have the policy's tokenizer."""
+    oppose: Callable[[Reference, float], Opponent]
+    """An opponent drawn from pi^(1 - share) ref^share, of this reference and this share of it."""
     optimize: Callable[[OptimizerConfig], WeightOptimizer]
     """A new optimizer for the learner's parameters."""
     settings: Mapping[str, StageSetting] = field(default_factory=dict[str, StageSetting])

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from posttrain.core import foreign
-from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError, DataError, RunFolderError, nearest
+from posttrain.core.ladders import AnyAlgorithm
 from posttrain.core.redact import scrubbed
 
 INLINE = "inline:"
@@ -150,7 +150,7 @@ class Given:
     environments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     pieces: Mapping[str, type] = field(default_factory=dict[str, type])
     """Classes of an algorithm's pieces that are not part of posttrain."""
-    algorithms: Mapping[str, Algorithm] = field(default_factory=dict[str, Algorithm])
+    algorithms: Mapping[str, AnyAlgorithm] = field(default_factory=dict[str, AnyAlgorithm])
     """The algorithm of `algorithm=path.py:NAME`, by that word. Its file is imported for its pieces."""
     data: Mapping[str, str] = field(default_factory=dict[str, str])
     """Rows as JSONL, by their digest."""

@@ -5,7 +5,7 @@ A stage has one of them in its field `algorithm`. What reads or writes that fiel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.core import ladder, preference_ladder, tree
@@ -34,6 +34,17 @@ def stage_choices(kind: type[Stage]) -> tuple[str, ...]:
     return () if declared is None else choices(declared)
 
 
+def algorithms_of(stages: Sequence[Stage]) -> dict[str, AnyAlgorithm]:
+    """The algorithms of these stages, by the stage's name, without stages that have none."""
+    found = {s.name: getattr(s, "algorithm", None) for s in stages}
+    return {name: a for name, a in found.items() if isinstance(a, Algorithm | PreferenceAlgorithm)}
+
+
+def learns_from(kind: type) -> str:
+    """What the algorithms of a ladder learn from, in a word."""
+    return "preferences" if kind is PreferenceAlgorithm else "reward"
+
+
 def named_algorithm(kind: type, name: str) -> Any:
     """The algorithm of this type and name.
 
@@ -44,9 +55,8 @@ def named_algorithm(kind: type, name: str) -> Any:
         return LADDERS[kind][name]
     other = next((k for k, rows in LADDERS.items() if name in rows), None)
     if other is not None:
-        learns = "preferences" if other is PreferenceAlgorithm else "reward"
         raise ConfigError(
-            f"algorithm={name} learns from {learns}, and this stage does not; it takes one of"
+            f"algorithm={name} learns from {learns_from(other)}, and this stage does not; it takes one of"
             f" {', '.join(LADDERS[kind])}"
         )
     raise ConfigError(f"algorithm={name}: no such algorithm; {nearest(name, LADDERS[kind])}")

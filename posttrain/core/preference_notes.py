@@ -62,9 +62,13 @@ PREFERENCE_NOTES: dict[str, str] = {
     "tpo": "rankings of three: the gold completion is imitated and enters no difference, as in TRL",
     "oaif": "no penalty for a missing stop token: let a reward say that (TRL's `missing_eos_penalty`)",
     "iterative_dpo": "the paper also trains its reward model anew each round",
-    "xpo": "the sum over the reference's completion of its log-prob under the policy, as in TRL",
+    "xpo": (
+        "the sum over the reference's completion of its log-prob under the policy, as in TRL. Pairs that are judged "
+        "alike are left out, their term of optimism too"
+    ),
     "nash_md": (
         "the KL of a token is charged to that token alone, as in TRL: no token is charged for those after it. P is the "
-        "probability that the judge gives, in the data's margin"
+        "sigmoid of the difference of the two rewards, one half where they are equal, so a reward is in units of "
+        "log-odds. The opponent is mixed token by token, and samples under the stage's sampling contract"
     ),
 }

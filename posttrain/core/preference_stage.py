@@ -69,7 +69,9 @@ class Preference(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class OnlinePreference(Stage):
-    """A stage that learns from preferences between its own samples: the environment, or a reward model, judges them."""
+    """A stage that learns from preferences between its own samples: the environment, or a reward model, judges them.
+
+    With an algorithm that plays against an opponent (xpo, nash_md) one of two samples is the opponent's."""
 
     models = ("reference",)
 
@@ -79,8 +81,8 @@ class OnlinePreference(Stage):
     prompts: int = 32
     """Prompts per step. Each gives one pair, or none where its completions are judged alike."""
     reference: str | None = None
-    """Model that the algorithm compares with: a model directory with the policy's tokenizer. None: the policy at the
-    beginning of the stage."""
+    """Model that the algorithm compares with, and that an opponent is made of: a model directory with the policy's
+    tokenizer. None: the policy at the beginning of the stage."""
     max_failed: float = 0.5
     """Stop the run when more than this share of a step's samples could not be judged."""
     eval_every: int = 20
@@ -96,10 +98,10 @@ class OnlinePreference(Stage):
                 f"{self.name}.algorithm={a.name} learns from given judgements, and this stage samples its own. Set"
                 " draw=twosamples or draw=bestworst, or use a stage of kind Preference"
             )
-        if a.draw.opponent():
+        if self.share is not None and self.sampling.repetition_penalty != 1:
             raise ConfigError(
-                f"{self.name}.algorithm={a.name} plays against an opponent that is not the policy, and this stage"
-                " samples the policy alone. Use oaif or iterative_dpo"
+                f"{self.name}.sampling.repetition_penalty={self.sampling.repetition_penalty}: {a.name} plays against a"
+                " mixture of two models, and a penalty that depends on a logit's sign has none. Set it to 1"
             )
         if a.weights is not None or a.reads_mismatched:
             raise ConfigError(
@@ -124,3 +126,8 @@ class OnlinePreference(Stage):
     def samples(self) -> int:
         """Completions drawn for each prompt."""
         return 0 if self.algorithm.draw is None else self.algorithm.draw.samples()
+
+    @property
+    def share(self) -> float | None:
+        """The reference's share in what the opponent says, who then says the second completion; None without one."""
+        return None if self.algorithm.draw is None else self.algorithm.draw.opponent()

@@ -57,6 +57,10 @@ OUTSIDE = -3
 learned from. Its log-prob is 0 where it is unknown."""
 
 
+OPPOSED = -4
+"""Version of a token that the policy's opponent sampled (`Rollout.opponents`). Its log-prob is the opponent's."""
+
+
 @dataclass(frozen=True)
 class Kept:
     """The token sets that truncated sampling (top-k, top-p, min-p) kept, one for each of n draws.
@@ -149,7 +153,7 @@ class Segment:
     mask is True at spoken tokens. There logp is finite and version >= 0. Elsewhere logp is NaN and version is -1, so
     that a result computed from an unspoken log-prob is NaN and cannot pass for a number.
     Tokens of a demonstration count as spoken. They have version SHOWN and logp 0, because their sampler is not known.
-    Tokens of a foreign server have version OUTSIDE.
+    Tokens of a foreign server have version OUTSIDE, and those of the policy's opponent OPPOSED.
 
     `kept` and `top` have one entry per spoken token, in order. `kept` is given exactly where `sampling.truncated`, and
     `top` exactly where `sampling.top`. `in_turn` (int32, the position of each spoken token in its turn) is given
@@ -190,8 +194,10 @@ class Segment:
             raise InvariantError("every spoken token carries a finite log-prob <= 0")
         if not np.all(np.isnan(self.logp[~self.mask])) or np.any(self.version[~self.mask] != -1):
             raise InvariantError("unspoken tokens carry logp NaN and version -1")
-        if np.any((self.version[self.mask] < 0) & ~np.isin(self.version[self.mask], (SHOWN, OUTSIDE))):
-            raise InvariantError("spoken tokens carry the version >= 0 of the weights that said them, SHOWN or OUTSIDE")
+        if np.any((self.version[self.mask] < 0) & ~np.isin(self.version[self.mask], (SHOWN, OUTSIDE, OPPOSED))):
+            raise InvariantError(
+                "spoken tokens carry the version >= 0 of the weights that said them, SHOWN, OUTSIDE or OPPOSED"
+            )
         if self.sampling.truncated != (self.kept is not None):
             raise InvariantError("kept sets are stored exactly where the sampling truncates the support")
         if self.kept is not None and len(self.kept) != int(self.mask.sum()):
@@ -287,6 +293,16 @@ class Episode:
         """Whether any of its spoken tokens comes from a demonstration."""
         return any(s.shown for s in self.segments)
 
+    @property
+    def opposed(self) -> bool:
+        """Whether the policy's opponent said it."""
+        return any(bool(np.any(s.version[s.mask] == OPPOSED)) for s in self.segments)
+
+    @property
+    def own(self) -> bool:
+        """Whether the policy said it: it is no demonstration, and not its opponent's."""
+        return not self.shown and not self.opposed
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -329,6 +345,6 @@ class Group:
     def mixed(self) -> bool:
         """Whether the judged siblings that the policy sampled differ in raw outcome by
         more than rounding (`core.spread`)."""
-        own = [e for e in self.judged if not e.shown]
+        own = [e for e in self.judged if e.own]
         noise = rounding([size(e.verdicts) for e in own], max((resolution(e.verdicts) for e in own), default=0.0))
         return spread([e.reward for e in own if e.reward is not None], noise)

@@ -155,6 +155,11 @@ REGISTRY: dict[str, Definition] = {
     "preference/gap": Definition(
         "reward of the chosen sample minus that of the rejected one, over the pairs of a step", "reward", "> 0"
     ),
+    "preference/won": Definition(
+        "share of pairs in which the policy's completion was preferred to its opponent's; ties are left out",
+        "share",
+        "0.5 at the start; above it where the policy becomes better than its opponent",
+    ),
     "heldout/agreement": Definition(
         "share of held-out pairs that the stage's scores order as they were judged; a tie counts half",
         "share",
@@ -215,6 +220,11 @@ REGISTRY: dict[str, Definition] = {
         "largest log-ratio of policy to reference before the first step of a stage whose reference is its own start",
         "nats",
         "the dtype's noise",
+    ),
+    "canary/opponent_gap": Definition(
+        "largest departure of the log-prob of what an opponent said from pi^(1 - share) ref^share",
+        "nats",
+        "twice the dtype's noise",
     ),
     "canary/update_gap": Definition(
         "largest departure of the first optimizer step from the configured one",

@@ -39,7 +39,7 @@ def components(episodes: Sequence[Episode]) -> Gauges:
 def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
     """Gauges of a step's rollout and credit, with the groups that the filter refused."""
     played, version, refused, spare = asked.played, asked.version, len(asked.refused), len(asked.spare)
-    episodes = [e for g in played for e in g.episodes if not e.shown]
+    episodes = [e for g in played for e in g.episodes if e.own]
     rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
     truths = np.array([e.truth for e in episodes if e.truth is not None], np.float64)
     solved = truths if any(j.measured for e in episodes for j in e.verdicts) else rewards

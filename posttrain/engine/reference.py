@@ -6,11 +6,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from posttrain.core.batch import Packed
+from posttrain.core.errors import EngineError
 from posttrain.core.ports import Reference
 from posttrain.core.types import Top
-from posttrain.engine.adapter import adapter_tensors, switched_off
+from posttrain.engine.adapter import adapter_tensors, switched_off, without_adapters
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.learner import FrozenScorer, HFLearner
@@ -27,6 +29,19 @@ def freeze(learner: HFLearner) -> Reference:
     return AdapterOff(learner) if _begins(learner.policy) else FrozenScorer(learner.policy)
 
 
+def frozen_module(reference: Reference) -> PreTrainedModel:
+    """A module that computes what `reference` does, for an engine. It shares the reference's weights.
+
+    Raises:
+        EngineError: the reference is of another kind than those made here.
+    """
+    if isinstance(reference, FrozenScorer):
+        return reference.policy.twin().module
+    if isinstance(reference, AdapterOff):
+        return without_adapters(reference.module)
+    raise EngineError(f"an engine cannot sample from a {type(reference).__name__}: it has no module of its own")
+
+
 class AdapterOff:
     """`core.ports.Reference`: the learner's own model with its adapter switched off. It needs no memory of its own.
 
@@ -37,6 +52,11 @@ class AdapterOff:
     def __init__(self, learner: HFLearner) -> None:
         self._learner = learner
         self.digest = self.fingerprint()
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """The learner's module, adapter included."""
+        return self._learner.policy.module
 
     def score(self, packed: Packed) -> np.ndarray:
         """float32 [M] log-probs under `packed.sampling`."""

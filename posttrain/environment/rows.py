@@ -20,6 +20,9 @@ from posttrain.environment.columns import Columns
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that chat templates accept."""
 
+CALLS = ("tool_calls", "function_call")
+"""Fields in which chat data holds the calls of tools."""
+
 Place = str
 """The place of a row in the data, for error messages: `file:line`, or `name row n`."""
 
@@ -152,7 +155,13 @@ def message_of(place: Place, column: str, index: int, value: Any) -> Message:
         )
     extra = sorted(k for k, v in value.items() if v is not None and k not in ("role", "content"))
     if extra:
-        raise DataError(f"{where} has {extra[0]!r}; messages are role and content only")
+        how = (
+            ". Write the call into its content as the model says it (its chat template shows the form), or leave the"
+            " row out"
+            if extra[0] in CALLS
+            else ""
+        )
+        raise DataError(f"{where} has {extra[0]!r}; messages are role and content only{how}")
     with placed(where):
         body = content_of(value["content"])
     return Message(

@@ -16,6 +16,10 @@ ANSWERS = "\n\nAssistant:"
 """What stands before an answer in texts of two voices, such as HH-RLHF's; a prompt ends with the last of them."""
 
 
+CONTINUES = ("assistant", "tool")
+"""Roles with which no conversation begins: a list that begins with one goes on after the row's prompt."""
+
+
 class UnfitRow(DataError):
     """A row that teaches nothing. `finding` is the word by which such rows can be left out (`JudgedColumns`)."""
 
@@ -41,7 +45,8 @@ def sides(
     """The prompt and the texts of `completions`, each given with the name of its column.
 
     A completion is text, a list with the assistant's message, or the whole conversation that ends with it. Without
-    a prompt, it is the beginning that the completions share. With conversations and a prompt, they must begin with it.
+    a prompt, it is the beginning that the completions share. With conversations and a prompt, they must begin with it,
+    or go on after it; turns that all completions share belong to the prompt.
 
     Args:
         prompt: the row's own; None where it has none.
@@ -128,11 +133,30 @@ def _talks(
         if before != first:
             at = _parting(first, before)
             raise UnfitRow(
-                place, "drift", f"before their last messages, {began[0][0]!r} and {name!r} differ at message {at}"
+                place,
+                "drift",
+                f"before their last messages, {began[0][0]!r} and {name!r} differ at message {at}, and a judged"
+                " completion is one message after a conversation that is the same on all sides. If the messages"
+                f" {at} were judged, end the conversations with them",
             )
+    if first[0]["role"] in CONTINUES:
+        return Sides(_continued(place, prompt, first, column, began[0][0]), texts)
     if prompt is not None:
         _same_prompt(place, prompt, first, column, began[0][0])
     return Sides(first, texts)
+
+
+def _continued(
+    place: Place, prompt: str | tuple[Message, ...] | None, first: tuple[Message, ...], column: str, name: str
+) -> tuple[Message, ...]:
+    """The prompt with the turns that all completions go on with before their last message."""
+    if prompt is None:
+        raise DataError(
+            f"{place}: {name!r} begins with a message of the {first[0]['role']}, and there is no column {column!r}"
+            " (env.args.prompt_column): give the prompt, or whole conversations"
+        )
+    asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+    return (*asked, *first)
 
 
 def _ended(place: Place, name: str, value: Any) -> tuple[tuple[Message, ...], str]:

@@ -167,7 +167,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "chosen_nll_of_both_sides",
-    seam="posttrain.algorithm.preference:_Judged._term",
+    seam="posttrain.algorithm.preference:added",
     what="the added likelihood is that of both sides",
     harm="the rejected completions are imitated",
     source="trap of B06",
@@ -175,10 +175,10 @@ def _(real: Real) -> Real:
     needs="preference",
 )
 def _(real: Real) -> Real:
-    def term(self: Any, kind: Any) -> Any:
-        return real(self, kind) - kind.coef * (self.held[WEIGHT] * self.logp_M).sum() / len(self.logp_M)
+    def added(term: Any, logp_M: Any, batch: Any) -> Any:
+        return real(term, logp_M, batch) - term.coef * (batch[WEIGHT] * logp_M).sum() / len(logp_M)
 
-    return term
+    return added
 
 
 @fault(

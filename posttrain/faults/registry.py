@@ -43,8 +43,9 @@ class Fault:
     """Overrides of the smallest run in which it acts: a temperature other than 1, several micro-batches."""
     needs: str = ""
     """What that run needs in addition to overrides: `resume`, `tool` (an environment with observations), `bos`, `chat`,
-    `sft` (a supervised stage), `preference` (a stage that learns from pairs), `reward_model` (a stage that trains one),
-    `judge` (reinforcement against one), `state` (a model with a recurrent state)."""
+    `sft` (a supervised stage), `preference` (a stage that learns from pairs), `online` (one that learns from pairs of
+    its own samples), `reward_model` (a stage that trains one), `judge` (reinforcement against one), `state` (a model
+    with a recurrent state)."""
 
 
 FAULTS: dict[str, Fault] = {}

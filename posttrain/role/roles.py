@@ -20,6 +20,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Stage
 from posttrain.role.events import Observers
 from posttrain.role.memory import PeakMemory
+from posttrain.role.opponent import Opponent
 from posttrain.role.prompts import Prompts
 from posttrain.role.reference_scores import ReferenceScores
 from posttrain.role.rollout import Rollout
@@ -138,6 +139,8 @@ class OnlineRoles(StageRoles[OnlinePreference]):
     rollout: Rollout
     prompts: Prompts
     reference: Reference | None
+    opponent: Opponent | None = None
+    """Who says the second completion of each prompt; None: the policy itself."""
     other_environments: tuple[Environment, ...] = ()
     """Other environments on which the run or a later stage is evaluated."""
 

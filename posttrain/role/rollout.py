@@ -46,6 +46,9 @@ class Rollout:
     players: Mapping[str, Player] = field(default_factory=dict[str, Player])
     """Who plays the seats other than the trained one, by the seat's name. If empty, the policy plays them too, with the
     episode's sampling settings."""
+    opponents: Mapping[int, Player] = field(default_factory=dict[int, Player])
+    """Who plays siblings in the place of the policy, by the sibling's number. An opponent plays its whole episode, the
+    other seats too where there are no `players`."""
 
     async def episode(
         self,
@@ -67,7 +70,7 @@ class Rollout:
         def place(*turn: seeds.Coordinate) -> int:
             return seeds.key(self.seed, stream, task.id, visit, sibling, *turn)
 
-        policy = Player(self.sampler, self.dialogue, sampling)
+        policy = self.opponents.get(sibling) or Player(self.sampler, self.dialogue, sampling)
         talk = Conversation(policy, task.id, self.limits, place, self.players)
         if talks is not None:
             talks[sibling] = talk

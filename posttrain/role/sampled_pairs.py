@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,20 +10,27 @@ import numpy as np
 
 from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.pieces.judged import BestWorst, PairSource
+from posttrain.core.pieces.judged import BestWorst
+from posttrain.core.pieces.link import Nash
+from posttrain.core.preference import PreferenceAlgorithm
 from posttrain.core.spread import rounding, spread
-from posttrain.core.streams import MARGIN, MU, SIDE, VERSION
+from posttrain.core.streams import MARGIN, MU, OPPONENT, SIDE, VERSION
 from posttrain.core.types import Episode, Group
 from posttrain.core.verdict import resolution, size
 
 
 @dataclass(frozen=True, eq=False)
 class SampledPair:
-    """Two completions of one prompt. `margin` is the difference of their rewards."""
+    """Two completions of one prompt. `gap` is the difference of their rewards."""
 
     chosen: Episode
     rejected: Episode
-    margin: float
+    gap: float
+
+    @property
+    def probability(self) -> float:
+        """That the chosen one is preferred, by Bradley and Terry: the sigmoid of the gap. One half where it is 0."""
+        return 1 / (1 + math.exp(-self.gap))
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,20 +39,23 @@ class SampledPairs:
 
     pairs: tuple[SampledPair, ...]
     tied: int
-    """Prompts whose completions were all judged alike, up to rounding. They teach nothing, and are left out."""
+    """Prompts whose completions were all judged alike, up to rounding. They teach nothing, and are left out, but with
+    link=nash, whose divergence to the reference holds at any preference."""
     unjudged: int
-    """Prompts with fewer than two completions that were judged."""
+    """Prompts with fewer than two completions that were judged and have a token."""
 
     def gauges(self) -> Gauges:
         asked = len(self.pairs) + self.tied + self.unjudged
-        return {
+        opposed = [p.chosen.opposed for p in self.pairs if p.chosen.opposed != p.rejected.opposed and p.gap]
+        won = {"preference/won": Gauge.of([not lost for lost in opposed])} if opposed else {}
+        return won | {
             "preference/pairs": Gauge(len(self.pairs), 1),
             "preference/tied": Gauge(self.tied, asked),
-            "preference/gap": Gauge.of([p.margin for p in self.pairs]),
+            "preference/gap": Gauge.of([p.gap for p in self.pairs]),
         }
 
 
-def sampled_pairs(groups: Sequence[Group], draw: PairSource) -> SampledPairs:
+def sampled_pairs(groups: Sequence[Group], a: PreferenceAlgorithm) -> SampledPairs:
     """One pair of each group: its first two judged completions, or with `BestWorst` the best and the worst one.
 
     Of equal ones the first is taken, so that the choice depends on what was sampled alone.
@@ -52,38 +63,43 @@ def sampled_pairs(groups: Sequence[Group], draw: PairSource) -> SampledPairs:
     pairs: list[SampledPair] = []
     tied = unjudged = 0
     for group in groups:
-        judged = [e for e in group.judged if not e.shown]
+        judged = [e for e in group.judged if not e.shown and e.spoken]
         if len(judged) < 2:
             unjudged += 1
             continue
-        considered = judged if isinstance(draw, BestWorst) else judged[:2]
+        considered = judged if isinstance(a.draw, BestWorst) else judged[:2]
         rewards = np.array([e.reward for e in considered], np.float64)
         noise = rounding([size(e.verdicts) for e in considered], max(resolution(e.verdicts) for e in considered))
-        if not spread(rewards, noise):
+        if spread(rewards, noise):
+            best, worst = considered[int(np.argmax(rewards))], considered[int(np.argmin(rewards))]
+            pairs.append(SampledPair(best, worst, float(rewards.max() - rewards.min())))
+        elif isinstance(a.link, Nash):
+            pairs.append(SampledPair(considered[0], considered[1], 0.0))
+        else:
             tied += 1
-            continue
-        best, worst = considered[int(np.argmax(rewards))], considered[int(np.argmin(rewards))]
-        pairs.append(SampledPair(best, worst, float(rewards.max() - rewards.min())))
     return SampledPairs(tuple(pairs), tied, unjudged)
 
 
-def batch_of_pairs(pairs: Sequence[SampledPair]) -> Batch:
+def batch_of_pairs(pairs: Sequence[SampledPair], a: PreferenceAlgorithm) -> Batch:
     """A minibatch in which each pair is a unit, the chosen completion first.
 
-    Streams: SIDE, MARGIN, and the sampler's MU and VERSION.
+    Streams: SIDE, OPPONENT, MARGIN (the gap of the rewards, or with link=nash the probability that the chosen one is
+    preferred), and the sampler's MU and VERSION.
     """
     episodes = [e for p in pairs for e in (p.chosen, p.rejected)]
     segments = [s for e in episodes for s in e.segments]
     sequence = [i for i, e in enumerate(episodes) for _ in e.segments]
     spoken = [e.spoken for e in episodes]
     side_E = np.tile(np.array([1, 0], np.int32), len(pairs))
-    margin_E = np.repeat(np.array([p.margin for p in pairs], np.float64), 2)
+    margins = [p.probability if isinstance(a.link, Nash) else p.gap for p in pairs]
+    margin_E = np.repeat(np.array(margins, np.float64), 2)
     return Batch.of(
         segments,
         sequence,
         unit_E=np.repeat(np.arange(len(pairs), dtype=np.int32), 2),
         streams={
             SIDE: np.repeat(side_E, spoken),
+            OPPONENT: np.repeat(np.array([e.opposed for e in episodes]), spoken),
             MARGIN: np.repeat(margin_E, spoken),
             MU: np.concatenate([s.logp[s.mask] for s in segments]),
             VERSION: np.concatenate([s.version[s.mask] for s in segments]),

@@ -27,11 +27,16 @@ OPEN = {"verifier_has_a_hole"}
 """Faults that nothing catches yet; docs/trust.md lists them."""
 
 
-SHOWN = {"sides_swapped", "preference_sign_flip", "reference_trained_along"}
+SHOWN = {
+    *("sides_swapped", "preference_sign_flip", "reference_trained_along"),
+    *("worse_sample_chosen", "opponent_is_the_policy", "nash_term_sign_flip"),
+}
 """Faults of preference stages that are planted here. `tests/prove/test_trust.py` plants all of them."""
 
 
-@pytest.mark.parametrize("name", [n for n, f in FAULTS.items() if f.needs != "preference" or n in SHOWN])
+@pytest.mark.parametrize(
+    "name", [n for n, f in FAULTS.items() if f.needs not in ("preference", "online") or n in SHOWN]
+)
 def test_fault_is_caught(name: str, model: Path, tmp_path: Path) -> None:
     caught = catch(FAULTS[name], model, tmp_path)
     assert (caught is None) is (name in OPEN)
@@ -43,7 +48,7 @@ def test_at_least_nine_in_ten_are_caught() -> None:
     assert len(FAULTS) >= 25 and len(OPEN) <= 0.1 * len(FAULTS)
 
 
-@pytest.mark.parametrize("needs", ["", "tool", "preference", "reward_model", "judge"])
+@pytest.mark.parametrize("needs", ["", "tool", "preference", "online", "reward_model", "judge"])
 def test_the_runs_they_are_planted_in_are_healthy_without_them(needs: str, model: Path, tmp_path: Path) -> None:
     faults = [f for f in FAULTS.values() if f.needs == needs]
     posttrain.run(smallest(faults[0], model, tmp_path, steps=6), out=tmp_path / "healthy", quiet=True)

@@ -171,5 +171,6 @@ def test_numbers_out_of_range_are_refused(wrong: Any) -> None:
 
 
 def test_the_opponent_is_said_where_there_is_one() -> None:
-    assert AgainstReference().opponent() and AgainstMixture().opponent() and not TwoSamples().opponent()
+    shares = [d.opponent() for d in (AgainstReference(), AgainstMixture(coef=0.2), TwoSamples())]
+    assert shares == [1.0, 0.2, None]
     assert BestWorst(of=5).samples() == 5 and TwoSamples().samples() == 2

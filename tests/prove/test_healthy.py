@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from benchmarks import healthy_preferences
 from benchmarks.healthy import draw, line, many
 
 pytestmark = pytest.mark.prove
@@ -27,3 +28,13 @@ def test_no_healthy_run_is_stopped() -> None:
     assert not [line(o, o.index, COUNT) for o in outcomes if o.stopped and o.healthy]
     assert not [line(o, o.index, COUNT) for o in outcomes if o.refused], "what is drawn is a configuration that starts"
     assert len(outcomes) == COUNT and sum(o.steps for o in outcomes) >= 9 * sum(not o.stopped for o in outcomes)
+
+
+def test_no_healthy_run_that_learns_from_judgements_is_stopped() -> None:
+    """A third as many."""
+    count = -(-COUNT // 3)
+    print(f"seed {SEED}, {count} runs: python -m benchmarks.healthy_preferences --seed {SEED} --only N plays one again")
+    assert len({healthy_preferences.draw(SEED, i).words for i in range(200)}) == 200
+    outcomes = healthy_preferences.many(SEED, range(count), jobs=int(os.environ.get("POSTTRAIN_HEALTHY_JOBS", "2")))
+    assert not [line(o, o.index, count) for o in outcomes if o.refused or (o.stopped and o.healthy)]
+    assert len(outcomes) == count and sum(o.steps for o in outcomes) >= 10 * sum(not o.stopped for o in outcomes)

@@ -20,6 +20,8 @@ from posttrain.core.checkpoint import find
 from posttrain.core.gauge import Step
 from posttrain.core.open import alternatives
 from posttrain.core.pieces.baseline import Baseline
+from posttrain.core.pieces.judged import Added, LabelNoise, MarginTerm, Statistic
+from posttrain.core.pieces.link import Link
 from posttrain.core.pieces.shape import Shaping
 from posttrain.core.pieces.trust import TrustRegion
 from posttrain.engine.tiny import build_module
@@ -123,7 +125,7 @@ def moved(folder: Path) -> bool:
 
 def forget() -> None:
     """Make this process one that never imported a file of the user's."""
-    for choice in (TrustRegion, Baseline, Shaping):
+    for choice in (TrustRegion, Baseline, Shaping, Link, Statistic, LabelNoise, MarginTerm, Added):
         for c in alternatives(choice):
             if not c.__module__.startswith("posttrain."):
                 c.withdraw()

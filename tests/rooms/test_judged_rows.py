@@ -73,6 +73,81 @@ def test_pairs_of_messages(tmp_path: Path, name: str) -> None:
     assert found.task.prompt == (SKY,) and (found.chosen, found.rejected) == ("It is blue.", "It is green.")
 
 
+ASKED, TOLD = {"role": "assistant", "content": "By day?"}, {"role": "user", "content": "Yes."}
+CALL = {"role": "assistant", "content": '<tool_call>{"name": "look"}</tool_call>'}
+SEEN = {"role": "tool", "content": "blue"}
+ENDS = {"chosen": [ASKED, TOLD, BLUE], "rejected": [ASKED, TOLD, GREEN]}
+TURNS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "turns after the prompt": ({"prompt": [SKY], **ENDS}, (SKY, ASKED, TOLD)),
+    "turns after a text": ({"prompt": SKY["content"], **ENDS}, (SKY, ASKED, TOLD)),
+    "a tool was called": (
+        {"prompt": [SKY], "chosen": [CALL, SEEN, BLUE], "rejected": [CALL, SEEN, GREEN]},
+        (SKY, CALL, SEEN),
+    ),
+    "the tool's answer stands in the prompt": (
+        {"prompt": [SKY, CALL, SEEN], "chosen": [BLUE], "rejected": [GREEN]},
+        (SKY, CALL, SEEN),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_turns_that_both_sides_share_belong_to_the_prompt(tmp_path: Path, name: str) -> None:
+    """A judged completion is one message; what stands before it is the same on both sides, tools' answers too."""
+    row, prompt = TURNS[name]
+    found = pair(env(tmp_path, [row]))
+    assert found.task.prompt == prompt and (found.chosen, found.rejected) == ("It is blue.", "It is green.")
+
+
+def test_a_call_may_be_what_was_judged(tmp_path: Path) -> None:
+    found = pair(env(tmp_path, [{"prompt": [SKY], "chosen": [CALL], "rejected": [GREEN]}]))
+    assert found.chosen == CALL["content"]
+
+
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "different turns": (
+        {"prompt": [SKY], "chosen": [CALL, SEEN, BLUE], "rejected": [ASKED, TOLD, GREEN]},
+        "differ at message 1, and a judged completion is one message .* If the messages 1 were judged, end",
+    ),
+    "one side alone has turns": (
+        {"prompt": [SKY], "chosen": [CALL, SEEN, BLUE], "rejected": [GREEN]},
+        "'rejected' is one message, and another completion is a whole conversation",
+    ),
+    "calls as objects": (
+        {"prompt": [SKY], "chosen": [CALLED, SEEN, BLUE], "rejected": [CALLED, SEEN, GREEN]},
+        "message 1 of 'chosen' has 'tool_calls'; .* Write the call into its content as the model says it",
+    ),
+    "a call is the last message": (
+        {"prompt": [SKY], "chosen": [CALLED], "rejected": [GREEN]},
+        "message 1 of 'chosen' has 'tool_calls'",
+    ),
+    "the tool has the last word": (
+        {"prompt": [SKY], "chosen": [CALL, SEEN], "rejected": [CALL, SEEN]},
+        "the last message of 'chosen' has role 'tool', and a completion is the assistant's",
+    ),
+    "the prompt ends with a call": (
+        {"prompt": [SKY, CALL], "chosen": [SEEN, BLUE], "rejected": [SEEN, GREEN]},
+        "'prompt' ends with the assistant's message, .* move it into each completion",
+    ),
+    "no prompt": (
+        {"chosen": [ASKED, TOLD, BLUE], "rejected": [ASKED, TOLD, GREEN]},
+        "begins with a message of the assistant, and there is no column 'prompt'",
+    ),
+    "tools": (
+        {"prompt": [SKY], "chosen": [BLUE], "rejected": [GREEN], "tools": [{"name": "look"}]},
+        "'tools' offers tools, .* leave such rows out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_turns_that_were_not_judged_alike_are_refused_with_file_and_line(tmp_path: Path, name: str) -> None:
+    row, says = REFUSED[name]
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{says}"):
+        env(tmp_path, [TALKS["messages"], row])
+
+
 def test_a_dialogue_in_one_text_is_cut_before_its_last_answer(tmp_path: Path) -> None:
     talk = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: The sky?\n\nAssistant:"
     found = pair(env(tmp_path, [{"chosen": f"{talk} It is blue.", "rejected": f"{talk} It is green."}]))

@@ -10,24 +10,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import posttrain
+from posttrain.api.engines import check_engine
+from posttrain.checks.preference_online import opponents_play
+from posttrain.controller import step as steps
 from posttrain.controller.stages.online import OnlineDriver
 from posttrain.core import reader
+from posttrain.core.algorithm import patch
+from posttrain.core.batch import Packed
 from posttrain.core.checkpoint import find
-from posttrain.core.errors import ConfigError
-from posttrain.core.gauge import Step
-from posttrain.core.pieces.judged import BestWorst, TwoSamples
-from posttrain.core.preference_ladder import DPO, ITERATIVE_DPO, OAIF, XPO
+from posttrain.core.engines import VLLM
+from posttrain.core.errors import ConfigError, InvariantError
+from posttrain.core.gauge import Gauge, Step
+from posttrain.core.pieces.judged import BestWorst
+from posttrain.core.preference_ladder import DPO, ITERATIVE_DPO, NASH_MD, OAIF, XPO
 from posttrain.core.preference_stage import OnlinePreference
 from posttrain.core.run import Optimizer, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
-from posttrain.core.streams import SIDE
+from posttrain.core.streams import MARGIN, OPPONENT, SIDE
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Said, Task
+from posttrain.core.types import OPPOSED, Episode, Group, Said, Segment, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.sampled_pairs import batch_of_pairs, sampled_pairs
+from posttrain.role.trainer import NonFiniteGradient, Trainer
 from tests.tiny import play, tiny_parts, tiny_run
 
 SAMPLING = Sampling(stop_ids=(0,))
@@ -54,27 +62,51 @@ def group(*scores: float | None, resolution: float = 2.0**-40) -> Group:
 
 
 def test_the_better_of_two_is_chosen_and_others_are_not_looked_at() -> None:
-    found = sampled_pairs([group(0.0, 1.0, 5.0)], TwoSamples())
-    assert [(p.chosen.sibling, p.rejected.sibling, p.margin) for p in found.pairs] == [(1, 0, 1.0)]
+    found = sampled_pairs([group(0.0, 1.0, 5.0)], OAIF)
+    assert [(p.chosen.sibling, p.rejected.sibling, p.gap) for p in found.pairs] == [(1, 0, 1.0)]
 
 
 def test_the_best_and_the_worst_of_all() -> None:
-    found = sampled_pairs([group(0.5, 0.0, 1.0, 1.0, 0.0)], BestWorst(of=5))
+    found = sampled_pairs([group(0.5, 0.0, 1.0, 1.0, 0.0)], patch(OAIF, "best", "", draw=BestWorst(of=5)))
     assert [(p.chosen.sibling, p.rejected.sibling) for p in found.pairs] == [(2, 1)]
 
 
 def test_what_is_judged_alike_or_not_judged_makes_no_pair() -> None:
     """Rounding is no preference, and an outage is no low score."""
     groups = [group(1.0, 1.0), group(0.1 + 0.2, 0.3), group(None, 1.0), group(0.0, None, 1.0)]
-    found = sampled_pairs(groups, TwoSamples())
+    found = sampled_pairs(groups, OAIF)
     assert (found.tied, found.unjudged, len(found.pairs)) == (2, 1, 1)
     assert (found.pairs[0].chosen.sibling, found.pairs[0].rejected.sibling) == (2, 0)
-    coarse = sampled_pairs([group(0.5, 0.5001, resolution=1e-3)], TwoSamples())
+    coarse = sampled_pairs([group(0.5, 0.5001, resolution=1e-3)], OAIF)
     assert coarse.tied == 1 and not coarse.pairs
 
 
+def test_an_answer_without_a_token_makes_no_pair() -> None:
+    """Where the prompt fills the context nothing is said, and it is judged all the same."""
+    empty = replace(episode(0, 0.0), segments=(unspoken(),), turns=())
+    found = sampled_pairs([Group(Task("t", "p"), 0, (empty, episode(1, 1.0)))], OAIF)
+    assert (len(found.pairs), found.unjudged) == (0, 1)
+
+
+def unspoken() -> Segment:
+    transcript = Transcript(SAMPLING)
+    transcript.see([1, 2])
+    return transcript.segment()
+
+
+def test_what_the_wrong_one_said_is_told() -> None:
+    right = Group(Task("t", "p"), 0, (episode(0, 0.0), opposed(1, 1.0)))
+    opponents_play([right], True)
+    opponents_play([group(0.0, 1.0)], False)
+    silent = replace(episode(1, 0.0), segments=(unspoken(),))
+    opponents_play([Group(Task("t", "p"), 0, (episode(0, 0.0), silent))], True)
+    for groups, wanted in (([right], False), ([group(0.0, 1.0)], True)):
+        with pytest.raises(InvariantError, match="completion 1 of task 't' was said by the"):
+            opponents_play(groups, wanted)
+
+
 def test_a_batch_of_pairs_has_the_chosen_one_first() -> None:
-    batch = batch_of_pairs(sampled_pairs([group(0.0, 1.0), group(1.0, 0.0)], TwoSamples()).pairs)
+    batch = batch_of_pairs(sampled_pairs([group(0.0, 1.0), group(1.0, 0.0)], OAIF).pairs, OAIF)
     assert batch.unit_E is not None and batch.unit_E.tolist() == [0, 0, 1, 1]
     assert batch[SIDE].tolist() == [1, 1, 0, 1, 0, 0]
 
@@ -96,20 +128,27 @@ def lines(folder: Path) -> list[Step]:
     return [s for s in reader.steps(folder) if s.stage == "online"]
 
 
-@pytest.mark.parametrize("algorithm", [OAIF, ITERATIVE_DPO], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "algorithm",
+    [ITERATIVE_DPO, NASH_MD, *(pytest.param(a, marks=pytest.mark.prove) for a in (OAIF, XPO))],
+    ids=lambda a: a.name,
+)
 def test_it_learns_from_its_own_samples(tmp_path: Path, algorithm: Any) -> None:
     results = asyncio.run(play(tiny_parts(tmp_path / "run", online_run(algorithm=algorithm))))
     taken = lines(tmp_path / "run")
     assert len(taken) == 3 and results[-1].accuracy is not None
     paired = [s for s in taken if s.gauges["preference/pairs"].sum]
     assert all(math.isfinite(s.gauges["preference/loss"].mean) for s in paired)
-    assert all(s.gauges["preference/gap"].mean > 0 for s in paired)
+    assert all(s.gauges["preference/gap"].mean > 0 or algorithm is NASH_MD for s in paired)
     assert results[-1].optimizer_steps == len(paired)
 
 
 @pytest.mark.prove
-def test_a_killed_stage_goes_on_as_if_it_had_never_been_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = replace(online_run(algorithm=ITERATIVE_DPO, steps=4), deterministic=True)
+@pytest.mark.parametrize("algorithm", [ITERATIVE_DPO, XPO, NASH_MD], ids=lambda a: a.name)
+def test_a_killed_stage_goes_on_as_if_it_had_never_been_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: Any
+) -> None:
+    run = replace(online_run(algorithm=algorithm, steps=4), deterministic=True)
     posttrain.run(run, out=tmp_path / "whole", quiet=True)
     remember = OnlineDriver.remember
 
@@ -129,8 +168,83 @@ def test_a_killed_stage_goes_on_as_if_it_had_never_been_killed(tmp_path: Path, m
     assert find(tmp_path / "cut").state["weights"] == find(tmp_path / "whole").state["weights"]
 
 
-def test_algorithms_of_given_pairs_and_of_opponents_are_refused() -> None:
+def test_algorithms_of_given_pairs_are_refused() -> None:
     with pytest.raises(ConfigError, match="learns from given judgements"):
         online_run(algorithm=DPO)
-    with pytest.raises(ConfigError, match="plays against an opponent"):
-        online_run(algorithm=XPO)
+
+
+def test_an_opponent_is_refused_where_it_cannot_be_sampled(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"online\.algorithm=nash_md: engine=vllm samples one model"):
+        check_engine(replace(online_run(algorithm=NASH_MD), engine=VLLM()))
+    with pytest.raises(ConfigError, match="a mixture of two models"):
+        online_run(algorithm=XPO, sampling=Sampling(max_tokens=6, repetition_penalty=1.1))
+
+
+def opposed(sibling: int, score: float, tokens: int = 2) -> Episode:
+    said = episode(sibling, score, tokens)
+    s = said.segments[0]
+    return replace(said, segments=(replace(s, version=np.where(s.mask, OPPOSED, -1).astype(np.int32)),))
+
+
+def test_a_tie_teaches_nash_md_its_divergence_alone() -> None:
+    """Its P is the sigmoid of the rewards' difference, one half where they are equal."""
+    groups = [
+        Group(Task("t", "p"), 0, (episode(0, mine, 2), opposed(1, its, 3))) for mine, its in ((0, 0), (0, 2), (2, 0))
+    ]
+    found = sampled_pairs(groups, NASH_MD)
+    assert (len(found.pairs), found.tied) == (3, 0)
+    batch = batch_of_pairs(found.pairs, NASH_MD)
+    assert batch[OPPONENT].tolist() == [False] * 2 + [True] * 3 + [True] * 3 + [False] * 2 + [False] * 2 + [True] * 3
+    lost = 1 / (1 + math.exp(-2))
+    np.testing.assert_allclose(np.unique(batch[MARGIN]), [0.5, lost])
+    assert found.gauges()["preference/won"].mean == 0.5
+    assert sampled_pairs(groups, XPO).tied == 1
+
+
+def test_what_an_opponent_said_is_told_from_what_the_policy_said(tmp_path: Path) -> None:
+    """Its tokens have a version of their own in the record, and count in no gauge of the policy."""
+    asyncio.run(play(tiny_parts(tmp_path / "run", online_run(algorithm=NASH_MD, steps=1))))
+    (taken,) = lines(tmp_path / "run")
+    assert taken.gauges["rollout/tokens"].count == 6  # of 12 episodes
+    episodes = [r.episode for r in reader.episodes(tmp_path / "run", "online", 1)]
+    assert [e.opposed for e in episodes] == [False, True] * 6
+    assert all(e.own is not e.opposed for e in episodes)
+
+
+@pytest.mark.prove
+def test_the_reference_alone_is_the_opponent_of_xpo(tmp_path: Path) -> None:
+    """What it says is as likely as the reference says, after updates of the policy too."""
+    parts = tiny_parts(tmp_path / "run", online_run(algorithm=XPO, steps=1, optimizer=Optimizer(lr=0.05)))
+    reference = parts.freeze()
+    opponent = parts.oppose(reference, 1.0)
+    assert opponent.sync is None
+    with torch.no_grad():
+        for p in parts.learner.parameters().values():
+            p.mul_(1.1)
+    ids = np.array([1, 2, 3], np.int32)
+    said = asyncio.run(opponent.sampler.generate(ids, replace(SAMPLING, max_tokens=6), 3))
+    transcript = Transcript(replace(SAMPLING, max_tokens=6))
+    transcript.see(ids)
+    transcript.say(said)
+    np.testing.assert_allclose(reference.score(Packed.of([transcript.segment()])), said.logp, atol=1e-5)
+    assert set(said.version.tolist()) == {OPPOSED}
+    parts.close()
+    parts.book.close()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("algorithm", [OAIF, NASH_MD], ids=lambda a: a.name)
+def test_a_step_that_is_left_out_is_not_pushed(tmp_path: Path, algorithm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in float16, whose gradients overflow now and then: the weights stay, and so does their version."""
+    taken = Trainer.step
+
+    def overflows(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["index"] == 2:
+            raise NonFiniteGradient(float("inf"), 2, [0], 6)
+        return taken(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "step", overflows)
+    monkeypatch.setattr(steps, "left_out", lambda roles, batch, index, why: ({"optim/steps": Gauge(0, 1)}, str(why)))
+    asyncio.run(play(tiny_parts(tmp_path / "run", online_run(algorithm=algorithm))))
+    versions = [s.version for s in lines(tmp_path / "run")]
+    assert len(versions) == 3 and versions[1] == versions[0]

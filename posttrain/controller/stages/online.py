@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from posttrain.algorithm.preference import PreferenceLoss
@@ -25,6 +25,7 @@ from posttrain.role.events import PlayedEvent
 from posttrain.role.prompts import Prompts
 from posttrain.role.roles import OnlineRoles
 from posttrain.role.sampled_pairs import batch_of_pairs, sampled_pairs
+from posttrain.role.talk import Player
 from posttrain.role.weights import load_weights, restore, snapshot
 
 
@@ -51,17 +52,30 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
             f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {stage.prompts} prompts x"
             f" {stage.samples} samples = {stage.prompts * stage.samples} episodes a step, at most {stage.prompts} pairs"
         )
+        reference, sampling, rollout = self._reference(checkpoint), parts.sampling(stage), setting.rollout
+        opponent = None
+        if stage.share is not None:
+            assert reference is not None  # a draw with an opponent reads it
+            opponent = parts.oppose(reference, stage.share)
+            rollout = replace(rollout, opponents={1: Player(opponent.sampler, rollout.dialogue, sampling)})
         self.roles = OnlineRoles(
             **stage_parts(self),
-            sampling=parts.sampling(stage),
-            rollout=setting.rollout,
+            sampling=sampling,
+            rollout=rollout,
             prompts=Prompts(setting.environment.train, parts.run.seed, self.state.cursor),
-            reference=self._reference(checkpoint),
+            reference=reference,
+            opponent=opponent,
             other_environments=parts.other_environments(stage),
         )
-        await parts.publish()
+        await self._publish()
         await self.watch.begin(self.roles)
         return self._ask, self._learn
+
+    async def _publish(self) -> None:
+        """Policy and opponent sample with the learner's weights."""
+        await self.parts.publish()
+        if self.roles.opponent is not None:
+            await self.roles.opponent.follow(self.parts.version)
 
     async def _ask(self, index: int) -> Experience:
         """Play and judge the groups of step `index`."""
@@ -79,8 +93,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         """One optimizer step on the pairs of an experience. A step without a pair changes nothing."""
         h, a, stage = self.roles, self.stage.algorithm, self.stage
         h.watch.emit(PlayedEvent(e))
-        assert a.draw is not None  # OnlinePreference refuses others
-        found = sampled_pairs(e.groups, a.draw)
+        found = sampled_pairs(e.groups, a)
         played = merge(rollout_gauges(e, Credit((), 0.0)), e.engine, found.gauges())
         self._record(e)
         if not found.pairs:
@@ -88,7 +101,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
             return await h.watch.after(
                 Step(stage.name, e.index, self.trainer.version, {**played, "optim/steps": Gauge(0, 1)}, notes=(note,))
             )
-        batch = batch_of_pairs(found.pairs)
+        batch = batch_of_pairs(found.pairs, a)
         with self.clock.of("score"):
             if a.reads_reference:
                 assert h.reference is not None
@@ -98,7 +111,10 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
             batch, self.state.running = prepared(a, batch, self.state.running)
         step = await learn_from(h, DataBatch(e.index, batch), PreferenceLoss(a), "completion", sampled=played)
         with self.clock.of("sync"):
-            await h.sync.push(self.trainer.version)
+            if h.sync.sampler.version != self.trainer.version:  # else the step was left out: nothing is new
+                await h.sync.push(self.trainer.version)
+            if h.opponent is not None:
+                await h.opponent.follow(self.trainer.version)
         return step
 
     def _record(self, e: Experience) -> None:

@@ -17,6 +17,7 @@ from posttrain.core import tree
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.core.open import is_open
+from posttrain.core.preference import PreferenceAlgorithm
 
 MOST = 100
 """Most fields of a piece whose class this program does not have."""
@@ -30,9 +31,14 @@ def known_pieces() -> set[str]:
 
 
 def _choices() -> list[type[Any]]:
-    """The open choices of an algorithm, one for each kind of piece."""
-    declared = (x for hint in tree.hints(Algorithm).values() for x in _inner(hint))
+    """The open choices of algorithms, one for each kind of piece."""
+    declared = (x for hint in _fields().values() for x in _inner(hint))
     return list(dict.fromkeys(c for c in declared if is_open(c)))
+
+
+def _fields() -> dict[str, Any]:
+    """The fields of the algorithms of both ladders. No field that holds pieces is in both."""
+    return {**tree.hints(Algorithm), **tree.hints(PreferenceAlgorithm)}
 
 
 def _inner(declared: Any) -> Iterator[Any]:
@@ -67,7 +73,7 @@ def _recorded(run: Any) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
         a: Any = cast("dict[str, Any]", stage).get("algorithm") if isinstance(stage, dict) else None
         while isinstance(a, dict):
             plain = cast("dict[str, Any]", a)
-            for field, hint in tree.hints(Algorithm).items():
+            for field, hint in _fields().items():
                 base, value = next((c for c in _inner(hint) if is_open(c)), None), plain.get(field)
                 items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
                 if base is not None:

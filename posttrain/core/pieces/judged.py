@@ -1,7 +1,5 @@
 """Pieces of preference algorithms beside the link: the statistic of a completion, the divergence, label noise, margins,
-what is added, and where pairs come from when none are given. The mathematics is in `algorithm.link` and
-`algorithm.preference`.
-"""
+what is added, and where pairs come from. The mathematics is in `algorithm.link` and `algorithm.preference`."""
 
 from __future__ import annotations
 
@@ -309,9 +307,12 @@ class PairSource(PreferencePiece, begin=True):
         """Completions that are drawn for a prompt."""
         return 2
 
-    def opponent(self) -> bool:
-        """Whether one of the two is drawn from another distribution than the policy."""
-        return False
+    def opponent(self) -> float | None:
+        """The share of the reference in what draws the second completion; None where the policy says both."""
+        return None
+
+    def reads(self) -> tuple[str, ...]:
+        return () if self.opponent() is None else ("reference",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,8 +348,8 @@ class AgainstReference(PairSource):
     def words(self) -> str:
         return "one completion of the policy and one of the reference, the better one chosen"
 
-    def opponent(self) -> bool:
-        return True
+    def opponent(self) -> float | None:
+        return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,8 +365,8 @@ class AgainstMixture(PairSource):
     def words(self) -> str:
         return f"one completion of the policy and one of pi^{1 - self.coef:g} ref^{self.coef:g}"
 
-    def opponent(self) -> bool:
-        return True
+    def opponent(self) -> float | None:
+        return self.coef
 
 
 @dataclass(frozen=True, kw_only=True)

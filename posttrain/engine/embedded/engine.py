@@ -21,8 +21,8 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
 from posttrain.engine.embedded.admission import Admission
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
-from posttrain.engine.embedded.cached_model import CachedModel
 from posttrain.engine.embedded.counters import EngineCounters
+from posttrain.engine.embedded.mixture import MixedModel, Mixture, served_model
 from posttrain.engine.embedded.plan import BUDGET
 from posttrain.engine.embedded.recompute import RecomputedModel
 from posttrain.engine.embedded.replay import fixed_rows
@@ -35,7 +35,6 @@ from posttrain.engine.embedded.timeline import Timeline
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.kernels import TABLE
 from posttrain.engine.models import named_tensors
-from posttrain.engine.stateful import is_stateful
 
 CACHE_BYTES = 4 << 30
 """Most bytes of the key-value cache. The cache grows up to this size when needed."""
@@ -60,6 +59,7 @@ class EmbeddedEngine:
         kernels: the choice of kernels (`Model.kernels`).
         text: decodes token ids, special tokens included. Without it, contracts with stop strings are refused.
         speculate: draft several tokens per pass (module `speculate`); None: one token per pass.
+        mixture: a second model; tokens are drawn from the mixture of the two (module `mixture`). None: from `module`.
         version: of the weights that the module holds.
 
     Raises:
@@ -82,6 +82,7 @@ class EmbeddedEngine:
         timeline: bool = False,
         text: Text | None = None,
         speculate: Lookup | Draft | None = None,
+        mixture: Mixture | None = None,
         version: int = 0,
     ) -> None:
         if slots < 1 or context < 2:
@@ -89,8 +90,11 @@ class EmbeddedEngine:
                 f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token"
             )
         self._rows = fixed_rows(slots) if deterministic else None
-        form = RecomputedModel if is_stateful(module) else CachedModel
-        self._served = form(module, context, device=device, rows=self._rows, kernels=kernels)
+        self._served = (
+            served_model(module, context, device=device, rows=self._rows, kernels=kernels)
+            if mixture is None
+            else MixedModel(module, mixture, context, device=device, rows=self._rows, kernels=kernels)
+        )
         self._module, self._pool = self._served.module, self._served.pool
         self._context, self._slots = context, slots
         self._most = cache_bytes // (BLOCK * self._pool.row_bytes)
@@ -257,6 +261,8 @@ class EmbeddedEngine:
     def _proposes(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:
         if speculate is None:
             return None
+        if isinstance(self._served, MixedModel):
+            raise EngineError("drafts are of one model, and this engine samples a mixture of two: leave speculate out")
         if isinstance(self._served, RecomputedModel):
             raise EngineError(
                 f"{type(self._module).__name__} keeps a recurrent state and is computed again for every token, so"
