@@ -288,8 +288,9 @@ def test_no_hint_is_in_any_trained_batch(tmp_path: Path, monkeypatch: pytest.Mon
     mark = tokenizer.convert_tokens_to_ids("?")
     assert mark != tokenizer.unk_token_id
     assert found and not any((b.ids_N == mark).any() for b in found)
-    episodes = [e.episode for path in sorted((parts_of / "episodes").glob("*reject*")) for e in reader.episodes(path)]
-    assert any((s.ids == mark).any() for e in episodes for s in e.segments), "the record shows what was really asked"
+    asked = [s.index for s in lines(parts_of) if "rollout/reward" in s.gauges]
+    played = [e.episode for i in asked for e in reader.episodes(parts_of, "reject", i)]
+    assert any((s.ids == mark).any() for e in played for s in e.segments), "the record shows what was really asked"
 
 
 def test_demonstrations_are_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
