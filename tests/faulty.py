@@ -15,6 +15,7 @@ from posttrain.core import reader
 from posttrain.core.errors import PosttrainError
 from posttrain.core.ports import Talk
 from posttrain.core.preference_stage import Preference
+from posttrain.core.rejection import STAR, Rejection
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task
@@ -104,6 +105,17 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
     if needs == "preference":
         stage = Preference(
             name="dpo", steps=steps, batch=6, optimizer=Optimizer(lr=1e-3, warmup=1), eval=False, checkpoint_every=0
+        )
+        run = replace(run, stages=(stage,))
+    if needs == "reject":
+        stage = Rejection(
+            name="reject",
+            method=STAR,
+            sampling=Sampling(max_tokens=6),
+            steps=steps,
+            **{"prompts": 24, "siblings": 4, "batch": 16, "epochs": 1},
+            optimizer=Optimizer(lr=1e-3, warmup=1),
+            **{"eval": False, "eval_every": 0, "checkpoint_every": 0},
         )
         run = replace(run, stages=(stage,))
     return run

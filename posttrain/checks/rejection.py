@@ -99,6 +99,28 @@ def kept_once(kept: Sequence[Candidate], m: RejectionMethod) -> None:
         raise InvariantError(f"task {many[0][0]!r} has {many[0][1]} kept completions, and method.most={m.most}")
 
 
+def begins_with_its_weights(stage: Rejection, round: int, now: str, start: str, asked: str, taken: int) -> None:
+    """A round trains the weights that the method says: the first ones with a new optimizer, or those that were asked.
+
+    Args:
+        now, start, asked: fingerprints of the weights now, as the stage started, and when the round asked ('': it did
+            not).
+        taken: steps that the optimizer has taken.
+    """
+    if stage.method.weights == "start" and (now != start or taken):
+        told = "other weights" if now != start else f"an optimizer that has taken {taken} steps"
+        raise InvariantError(
+            f"round {round} trains {told}, and method.weights=start begins every round with the weights that stage"
+            f" {stage.name!r} started from and a new optimizer: rounds would add up, and what the first one kept would be"
+            " imitated again and again"
+        )
+    if stage.method.weights == "last" and asked and now != asked:
+        raise InvariantError(
+            f"round {round} trains other weights than those that were asked, and method.weights=last goes on with them:"
+            " what was learned before is lost"
+        )
+
+
 def imitates_kept(batch: Batch, rows: Mapping[Row, int], kept: int, stage: Rejection, text: Any) -> None:
     """A minibatch holds kept completions, each under the prompt of its task, and the share of demonstrations behind
     them.
@@ -254,25 +276,9 @@ class RejectionCheck(Observer):
         else:  # resumed: what was played is not in memory
             self._rows = Counter(_row(s.ids, s.mask) for c in kept for s in c.segments)
         if kept and event.selects:
-            self._right_weights(roles, event)
-
-    def _right_weights(self, roles: RejectionRoles, event: KeptEvent) -> None:
-        """The weights and the optimizer with which the round begins."""
-        m, now = roles.stage.method, roles.learner.fingerprint()
-        if m.weights == "start":
-            taken = int(roles.trainer.optimizer.state_tensors().get("steps", np.zeros(1)).max())
-            if now != self._start or taken:
-                told = "other weights" if now != self._start else f"an optimizer that has taken {taken} steps"
-                raise InvariantError(
-                    f"round {event.round} trains {told}, and method.weights=start begins every round with the weights"
-                    f" that stage {roles.stage.name!r} started from and a new optimizer: rounds would add up, and what"
-                    " the first one kept would be imitated again and again"
-                )
-        elif event.improvement == 0 and self._asked_with and now != self._asked_with:
-            raise InvariantError(
-                f"round {event.round} trains other weights than those that were asked, and method.weights=last goes on"
-                " with them: what was learned before is lost"
-            )
+            taken = int(roles.trainer.optimizer.state_tensors().get("steps", 0))
+            asked = self._asked_with if event.improvement == 0 else ""
+            begins_with_its_weights(roles.stage, event.round, roles.learner.fingerprint(), self._start, asked, taken)
 
     def _check_batch(self, roles: RejectionRoles, batch: Batch) -> None:
         imitates_kept(batch, self._rows, self._kept, roles.stage, roles.text)

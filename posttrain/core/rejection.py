@@ -7,7 +7,7 @@ right is REINFORCE with reward 0 or 1 and without a baseline, on samples of the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from posttrain.core.errors import ConfigError, nearest
@@ -52,8 +52,11 @@ class RejectionMethod:
 
     @property
     def label(self) -> str:
-        """Its name, with `+user` where a choice is not the published one."""
-        return self.name if METHODS.get(self.name) == self else f"{self.name}+user"
+        """Its name, with `+user` where a choice is not the published one. The numbers of `keep` belong to the scale of
+        the rewards, and change no name."""
+        published = METHODS.get(self.name)
+        same = published is not None and type(self.keep) is type(published.keep)
+        return self.name if same and replace(self, keep=published.keep) == published else f"{self.name}+user"
 
 
 RFT = RejectionMethod(name="rft", paper="2308.01825", weights="start")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from posttrain.faults import (
     adapters,
     engine,
+    keeping,
     learning,
     machine,
     packing,
@@ -22,6 +23,7 @@ __all__ = [
     "adapters",
     "engine",
     "find",
+    "keeping",
     "learning",
     "machine",
     "packing",

@@ -43,8 +43,8 @@ class Fault:
     """Overrides of the smallest run in which it acts: a temperature other than 1, several micro-batches."""
     needs: str = ""
     """What that run needs in addition to overrides: `resume`, `tool` (an environment with observations), `bos`, `chat`,
-    `sft` (a supervised stage), `preference` (a stage that learns from pairs), `state` (a model with a recurrent
-    state)."""
+    `sft` (a supervised stage), `preference` (a stage that learns from pairs), `reject` (a stage that imitates its own
+    samples), `state` (a model with a recurrent state)."""
 
 
 FAULTS: dict[str, Fault] = {}

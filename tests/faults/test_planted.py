@@ -27,11 +27,14 @@ OPEN = {"verifier_has_a_hole"}
 """Faults that nothing catches yet; docs/trust.md lists them."""
 
 
-SHOWN = {"sides_swapped", "preference_sign_flip", "reference_trained_along"}
-"""Faults of preference stages that are planted here. `tests/prove/test_trust.py` plants all of them."""
+SHOWN = {
+    *("sides_swapped", "preference_sign_flip", "reference_trained_along"),
+    *("wrong_completion_kept", "hint_left_in_prompt", "duplicates_kept", "kept_under_other_prompt", "rounds_add_up"),
+}
+"""Faults of stages that learn from preferences or from their own samples that are planted here. `tests/prove/test_trust.py` plants all of them."""
 
 
-@pytest.mark.parametrize("name", [n for n, f in FAULTS.items() if f.needs != "preference" or n in SHOWN])
+@pytest.mark.parametrize("name", [n for n, f in FAULTS.items() if f.needs not in ("preference", "reject") or n in SHOWN])
 def test_fault_is_caught(name: str, model: Path, tmp_path: Path) -> None:
     caught = catch(FAULTS[name], model, tmp_path)
     assert (caught is None) is (name in OPEN)
@@ -43,7 +46,7 @@ def test_at_least_nine_in_ten_are_caught() -> None:
     assert len(FAULTS) >= 25 and len(OPEN) <= 0.1 * len(FAULTS)
 
 
-@pytest.mark.parametrize("needs", ["", "tool", "preference"])
+@pytest.mark.parametrize("needs", ["", "tool", "preference", "reject"])
 def test_the_runs_they_are_planted_in_are_healthy_without_them(needs: str, model: Path, tmp_path: Path) -> None:
     faults = [f for f in FAULTS.values() if f.needs == needs]
     posttrain.run(smallest(faults[0], model, tmp_path, steps=6), out=tmp_path / "healthy", quiet=True)

@@ -109,9 +109,15 @@ def test_meaningless_settings_are_refused() -> None:
 @pytest.mark.parametrize("method", METHODS.values(), ids=lambda m: m.name)
 def test_a_method_is_data(method: RejectionMethod) -> None:
     assert from_plain(RejectionMethod, to_plain(method)) == method and method.label == method.name
-    changed = apply(reject_run(), [f"reject.method={method.name}", "reject.method.keep.at=0.5" if method.keep.thresholds else "reject.method.keep.above=0"] if not isinstance(method.keep, Rising) else [f"method={method.name}", "method.improvements=2"])
-    stage = changed.stages[-1]
+    stage = apply(reject_run(), [f"reject.method={method.name}", "method.most=7"]).stages[-1]
     assert isinstance(stage, Rejection) and stage.method.label == f"{method.name}+user" == stage.algorithm_name
+    assert replace(method, keep=replace(method.keep)).label == method.name
+
+
+def test_a_threshold_belongs_to_the_rewards_and_another_rule_is_another_method() -> None:
+    stage = apply(reject_run(), ["method=rft", "method.keep.at=0.5"]).stages[-1]
+    assert isinstance(stage, Rejection) and stage.method.keep == Passing(at=0.5) and stage.method.label == "rft"
+    assert replace(RFT, keep=Best()).label == "rft+user"
 
 
 def test_a_name_that_is_no_method_is_refused() -> None:
