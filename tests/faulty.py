@@ -112,10 +112,15 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
             name="reject",
             method=STAR,
             sampling=Sampling(max_tokens=6),
-            steps=steps,
-            **{"prompts": 24, "siblings": 4, "batch": 16, "epochs": 1},
             optimizer=Optimizer(lr=1e-3, warmup=1),
-            **{"eval": False, "eval_every": 0, "checkpoint_every": 0},
+            steps=steps,
+            prompts=24,
+            siblings=4,
+            batch=16,
+            epochs=1,
+            eval=False,
+            eval_every=0,
+            checkpoint_every=0,
         )
         run = replace(run, stages=(stage,))
     return run

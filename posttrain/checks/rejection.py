@@ -55,20 +55,20 @@ def kept_was_played(kept: Sequence[Candidate], played: Mapping[tuple[str, int, i
         e = played.get((c.prompt, c.visit, c.sibling, c.hinted))
         if e is None:
             raise InvariantError(
-                f"a completion of task {c.prompt!r} (visit {c.visit}, sibling {c.sibling}) is kept, and this round played"
-                " none such: completions of other rounds or prompts must not be imitated"
+                f"a completion of task {c.prompt!r} (visit {c.visit}, sibling {c.sibling}) is kept, and this round"
+                " played none such: completions of other rounds or prompts must not be imitated"
             )
         reward = outcome(e.verdicts)
         if reward is None or reward != c.reward:
             told = "was not judged" if reward is None else f"earned {reward:g}"
             raise InvariantError(
-                f"a completion of task {c.prompt!r} is kept with reward {c.reward:g}, and it {told}: {e.text!r:.80}. What"
-                " nobody could judge is neither right nor wrong, and stays out"
+                f"a completion of task {c.prompt!r} is kept with reward {c.reward:g}, and it {told}: {e.text!r:.80}."
+                " What nobody could judge is neither right nor wrong, and stays out"
             )
         if e.stop.cut:
             raise InvariantError(
-                f"a completion of task {c.prompt!r} that was cut off ({e.stop.value}) is kept: imitating it teaches never"
-                " to stop"
+                f"a completion of task {c.prompt!r} that was cut off ({e.stop.value}) is kept: imitating it teaches"
+                " never to stop"
             )
 
 
@@ -78,8 +78,8 @@ def kept_passes(kept: Sequence[Candidate], rewards: Mapping[str, Sequence[float]
         if may_be_kept(m.keep, c.reward, rewards[c.prompt], i) is False:
             raise InvariantError(
                 f"a completion of task {c.prompt!r} with reward {c.reward:g} is kept, and the rule is"
-                f" {m.keep.words()} (the prompt's rewards: {', '.join(f'{x:g}' for x in rewards[c.prompt])}): the policy"
-                " would imitate its own mistakes. Look at what selects, and at what it reads as reward"
+                f" {m.keep.words()} (the prompt's rewards: {', '.join(f'{x:g}' for x in rewards[c.prompt])}): the"
+                " policy would imitate its own mistakes. Look at what selects, and at what it reads as reward"
             )
         if c.hinted and not m.rationalise:
             raise InvariantError(f"a completion of task {c.prompt!r} was given its answer, and rationalise=false")
@@ -111,8 +111,8 @@ def begins_with_its_weights(stage: Rejection, round: int, now: str, start: str, 
         told = "other weights" if now != start else f"an optimizer that has taken {taken} steps"
         raise InvariantError(
             f"round {round} trains {told}, and method.weights=start begins every round with the weights that stage"
-            f" {stage.name!r} started from and a new optimizer: rounds would add up, and what the first one kept would be"
-            " imitated again and again"
+            f" {stage.name!r} started from and a new optimizer: rounds would add up, and what the first one kept would"
+            " be imitated again and again"
         )
     if stage.method.weights == "last" and asked and now != asked:
         raise InvariantError(
@@ -140,9 +140,9 @@ def imitates_kept(batch: Batch, rows: Mapping[Row, int], kept: int, stage: Rejec
     if batch.episodes not in whole:
         wanted = " or ".join(f"{k} + {n - k}" for n, k in sorted(whole.items()))
         raise InvariantError(
-            f"the minibatch has {batch.episodes} sequences, and {wanted} kept completions and demonstrations belong to a"
-            f" step ({kept} are kept, {stage.name}.batch={stage.batch}, {stage.name}.general={stage.general:g}): some are"
-            " lost or doubled"
+            f"the minibatch has {batch.episodes} sequences, and {wanted} kept completions and demonstrations belong to"
+            f" a step ({kept} are kept, {stage.name}.batch={stage.batch}, {stage.name}.general={stage.general:g}): some"
+            " are lost or doubled"
         )
     own = [r for r, e in zip(rows_of(batch), batch.sequence_S.tolist(), strict=True) if e < whole[batch.episodes]]
     strange = Counter(own) - Counter(dict(rows))

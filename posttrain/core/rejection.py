@@ -130,8 +130,8 @@ class Rejection(Stage):
             raise ConfigError(f"{self.name}.general={self.general:g}: a share in [0, 1), since something is to be kept")
         if bool(self.general) != (self.style is not None):
             raise ConfigError(
-                f"{self.name}.general={self.general:g} and style={self.style or 'none'}: the share of demonstrations and"
-                " their style belong together. Give both, or neither"
+                f"{self.name}.general={self.general:g} and style={self.style or 'none'}: the share of demonstrations"
+                " and their style belong together. Give both, or neither"
             )
         if self.general and not self.batch > self.own >= 1:
             raise ConfigError(
@@ -169,4 +169,6 @@ class Rejection(Stage):
         if self.style is None or self.style in styles:
             return ""
         offered = ", ".join(styles) or "none: it has no demonstrations"
-        return f"{self.name}.style={self.style!r}: environment {env!r} writes {offered}. Give another style, or general=0"
+        return (
+            f"{self.name}.style={self.style!r}: environment {env!r} writes {offered}. Give another style, or general=0"
+        )

@@ -153,7 +153,9 @@ REGISTRY: dict[str, Definition] = {
         "kept completions, those of hinted prompts aside, per judged completion of the round", "share", "rises"
     ),
     "reject/covered": Definition(
-        "share of asked prompts of which something is kept without a hint", "share", "rises; the diversity alarm reads it"
+        "share of asked prompts of which something is kept without a hint",
+        "share",
+        "rises; the diversity alarm reads it",
     ),
     "reject/duplicates": Definition(
         "share of the completions that pass which equal another one of their prompt, and are left out for it",
@@ -165,7 +167,9 @@ REGISTRY: dict[str, Definition] = {
         "1",
         "steady; near 1 after a start above it: variety is lost",
     ),
-    "reject/hinted": Definition("share of kept completions that were sampled with the answer as a hint", "share", "falls"),
+    "reject/hinted": Definition(
+        "share of kept completions that were sampled with the answer as a hint", "share", "falls"
+    ),
     "reject/hint_reward": Definition("mean reward of completions sampled with a hint", "reward", "above 0"),
     "reject/cut": Definition(
         "share of the judged completions that were cut off; they are never kept", "share", "< 0.1"

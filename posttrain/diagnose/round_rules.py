@@ -29,8 +29,9 @@ def kept_completions_collapse(rounds: Sequence[Step], stage: Rejection) -> str:
     start = "" if stage.method.weights == "start" else f" begin each round anew with {stage.name}.method.weights=start,"
     return (
         f"the kept completions collapse: {seen[-1]:.2g} different ones a prompt, {seen[0]:.2g} in the first round. The"
-        f" policy imitates its own favourites, and other right answers are lost: raise {stage.name}.sampling.temperature"
-        f" (now {stage.sampling.temperature:g}),{start} or mix in {stage.name}.general=0.3 demonstrations"
+        f" policy imitates its own favourites, and other right answers are lost: raise"
+        f" {stage.name}.sampling.temperature (now {stage.sampling.temperature:g}),{start} or mix in"
+        f" {stage.name}.general=0.3 demonstrations"
     )
 
 
@@ -47,8 +48,8 @@ def fewer_prompts_are_covered(rounds: Sequence[Step], stage: Rejection) -> str:
         return ""
     return (
         f"only {now.mean:.0%} of the prompts gave anything to keep, and {best.mean:.0%} did before: imitation made the"
-        f" policy worse at them. Lower {stage.name}.optimizer.lr (now {stage.optimizer.lr:g}) or {stage.name}.epochs (now"
-        f" {stage.epochs}), and go on from a checkpoint before it"
+        f" policy worse at them. Lower {stage.name}.optimizer.lr (now {stage.optimizer.lr:g}) or {stage.name}.epochs"
+        f" (now {stage.epochs}), and go on from a checkpoint before it"
     )
 
 

@@ -4,8 +4,8 @@
     candidates -> kept       by the method's rule, equal ones once, a limit a prompt
     kept -> minibatches      shuffled passes, each a function of (seed, stage, round, pass)
 
-An episode that could not be judged is no candidate, and no wrong answer either: it only counts as unjudged. A completion
-that was cut off is none, whatever it earned, because imitating it would teach never to stop.
+An episode that could not be judged is no candidate, and no wrong answer either: it only counts as unjudged. A
+completion that was cut off is none, whatever it earned, because imitating it would teach never to stop.
 """
 
 from __future__ import annotations
@@ -227,7 +227,9 @@ def write(folder: Path, asked: Asked) -> None:
         {
             "counts": np.array([asked.prompts, asked.judged, asked.unjudged, asked.cut, asked.hints], np.int64),
             "prompts": np.frombuffer(names, np.uint8).copy(),
-            "places": np.array([[c.visit, c.sibling, c.hinted, len(c.segments)] for c in ones], np.int64).reshape(-1, 4),
+            "places": np.array([[c.visit, c.sibling, c.hinted, len(c.segments)] for c in ones], np.int64).reshape(
+                -1, 4
+            ),
             "rewards": np.array([c.reward for c in ones], np.float64),
             "lengths": np.array([len(s.ids) for s in segments], np.int64),
             "ids": np.concatenate([np.zeros(0, np.int32), *(s.ids for s in segments)]),

@@ -31,10 +31,13 @@ SHOWN = {
     *("sides_swapped", "preference_sign_flip", "reference_trained_along"),
     *("wrong_completion_kept", "hint_left_in_prompt", "duplicates_kept", "kept_under_other_prompt", "rounds_add_up"),
 }
-"""Faults of stages that learn from preferences or from their own samples that are planted here. `tests/prove/test_trust.py` plants all of them."""
+"""Faults of stages that learn from preferences or from their own samples that are planted here.
+`tests/prove/test_trust.py` plants all of them."""
 
 
-@pytest.mark.parametrize("name", [n for n, f in FAULTS.items() if f.needs not in ("preference", "reject") or n in SHOWN])
+@pytest.mark.parametrize(
+    "name", [n for n, f in FAULTS.items() if f.needs not in ("preference", "reject") or n in SHOWN]
+)
 def test_fault_is_caught(name: str, model: Path, tmp_path: Path) -> None:
     caught = catch(FAULTS[name], model, tmp_path)
     assert (caught is None) is (name in OPEN)

@@ -8,12 +8,14 @@ measured beside it.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from posttrain.algorithm.losses import Likelihood
+from posttrain.core.batch import Batch
 from posttrain.core.pieces.keep import Passing
 from posttrain.core.rejection import RFT, STAR, RejectionMethod
 from posttrain.core.sampling import Sampling
@@ -48,23 +50,25 @@ def played(group: str, kind: int, shares: np.ndarray, true: dict[int, float], rn
         result = RIGHT if rng.random() < true[rationale] else WRONG
         transcript = Transcript(SAMPLING)
         transcript.see([kind, HINT] if group.endswith(HINTED) else [kind])
-        transcript.say(Said(np.int32([rationale, result]), np.float32([-1, -1]), np.int32([0, 0]), Stop.SAID))
+        transcript.say(
+            Said(np.array([rationale, result], np.int32), np.full(2, -1, np.float32), np.zeros(2, np.int32), Stop.SAID)
+        )
         verdict = Judged("own", 1.0, Verdict.value(float(result == RIGHT)))
         out.append(Episode(task, 0, i, (transcript.segment(),), Stop.SAID, (verdict,)))
     return Group(task, 0, tuple(out))
 
 
-def trained(logits: torch.Tensor, batch: object) -> torch.Tensor:
+def trained(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Gradient descent on the likelihood of the rationales until it stands still. Results follow from rationales."""
-    table = logits.clone().requires_grad_(True)
-    first_M = batch.target_M < RIGHT  # pyright: ignore
-    prompts = (batch.ids_N[batch.source_M[first_M]] == HARD).astype(int)  # pyright: ignore
-    assert not np.isin(batch.ids_N, HINT).any(), "no hint is imitated"  # pyright: ignore
+    table: Any = logits.clone().requires_grad_(True)
+    first_M = batch.target_M < RIGHT
+    prompts = (batch.ids_N[batch.source_M[first_M]] == HARD).astype(int)
+    assert not np.isin(batch.ids_N, HINT).any(), "no hint is imitated"
     for _ in range(400):
-        logp_M = torch.zeros(batch.spoken, dtype=torch.float64)  # pyright: ignore
-        said = table.log_softmax(1)[torch.tensor(prompts), torch.tensor(batch.target_M[first_M].astype(int))]  # pyright: ignore
+        logp_M: Any = torch.zeros(batch.spoken, dtype=torch.float64)
+        said = table.log_softmax(1)[torch.tensor(prompts), torch.tensor(batch.target_M[first_M].astype(int))]
         logp_M = logp_M.index_put((torch.tensor(np.flatnonzero(first_M)),), said)
-        loss = Likelihood().terms(batch, TokenScores(logp=logp_M, entropy=None, value=None)).loss  # pyright: ignore
+        loss = Likelihood().terms(batch, TokenScores(logp=logp_M, entropy=None, value=None)).loss
         (gradient,) = torch.autograd.grad(loss, table)
         with torch.no_grad():
             table -= 16 * gradient
@@ -105,7 +109,9 @@ def test_rft_never_learns_what_it_never_says(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", more((0,), (1,), (2,)))
 @pytest.mark.parametrize(("copies", "hard"), more((0.5, (0.49, 0.90, 0.947, 0.95)), (0.0, (0.95, 0.95, 0.95, 0.95))))
-def test_star_learns_it_as_far_as_hinted_rationales_are_sound(copies: float, hard: tuple[float, ...], seed: int) -> None:
+def test_star_learns_it_as_far_as_hinted_rationales_are_sound(
+    copies: float, hard: tuple[float, ...], seed: int
+) -> None:
     found = accuracies(STAR, copies, seed)
     assert found[:, 0] == pytest.approx([0.95] * ROUNDS, abs=0.03)
     assert abs(found[0, 1] - hard[0]) <= 0.08
@@ -122,7 +128,13 @@ def test_where_hints_are_only_copied_little_is_learned(seed: int) -> None:
     assert found[0, 1] == pytest.approx(0.05, abs=0.01)
     assert found[:, 1].max() < 0.45 and (np.diff(found[:, 1]) >= -1e-9).all()
     copies = imitated(
-        [s for c in candidates_of([played(f"{HARD}-0", HARD, np.array([0, 1.0, 0]), {**TRUE, COPIED: 1}, np.random.default_rng(0))]).candidates for s in c.segments]
+        [
+            s
+            for c in candidates_of(
+                [played(f"{HARD}-0", HARD, np.array([0, 1.0, 0]), {**TRUE, COPIED: 1}, np.random.default_rng(0))]
+            ).candidates
+            for s in c.segments
+        ]
     )
     assert float(trained(started(), copies).softmax(1)[1, SOUND]) > 50 * 1e-6
 
@@ -133,7 +145,9 @@ def test_a_share_of_right_ones_is_what_imitation_of_right_ones_becomes() -> None
     shares = np.array([0.2, 0.3, 0.5])
     rng = np.random.default_rng(0)
     group = [played(f"{EASY}-{i}", EASY, shares, TRUE, rng) for i in range(600)]
-    kept = select(candidates_of(group).candidates, RejectionMethod(name="all", paper="", keep=Passing(), distinct=False))
+    kept = select(
+        candidates_of(group).candidates, RejectionMethod(name="all", paper="", keep=Passing(), distinct=False)
+    )
     now = trained(started(), imitated([s for c in kept.kept for s in c.segments])).softmax(1).numpy()[0]
     want = shares * [TRUE[r] for r in (SOUND, COPIED, OTHER)]
     share = want / want.sum()

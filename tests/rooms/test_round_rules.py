@@ -56,7 +56,10 @@ SICK: dict[str, tuple[list[Step], tuple[str, ...]]] = {
         log(covered=[0.6, 0.66, 0.7, 0.4, 0.4, 0.4]),
         ("only 40% of the prompts", "70% did before", "reject.optimizer.lr", "reject.epochs (now 2)"),
     ),
-    "nothing_is_kept": (log(1, covered=[0.0] * 6, distinct=[0.0] * 6), ("two rounds have kept nothing", "reject.siblings (now 8)")),
+    "nothing_is_kept": (
+        log(1, covered=[0.0] * 6, distinct=[0.0] * 6),
+        ("two rounds have kept nothing", "reject.siblings (now 8)"),
+    ),
     "rounds_are_not_judged": (log(failed=[0.0, 0.1, 0.2, 0.1, 0.0, 0.0]), ("20% of the samples", "10% before")),
 }
 

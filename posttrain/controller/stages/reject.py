@@ -175,15 +175,10 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         h, s, stage = self.roles, self.state, self.stage
         sampled, notes = await self._open_round(work) if work.opens else (Gauges(), ())
         if not self._kept:
-            seen, line = h.watch.take(), {**sampled, "optim/steps": Gauge(0, 1)}
-            return await h.watch.after(
-                Step(
-                    *(stage.name, work.index, self.trainer.version),
-                    merge(line, seen.gauges),
-                    self.clock.take(),
-                    (*notes, *seen.notes),
-                )
-            )
+            seen = h.watch.take()
+            gauges = merge(sampled, {"optim/steps": Gauge(0, 1)}, seen.gauges)
+            said, version = (*notes, *seen.notes), self.trainer.version
+            return await h.watch.after(Step(stage.name, work.index, version, gauges, self.clock.take(), said))
         with self.clock.of("learn"):
             ones = drawn(self._kept, stage.own, s.position, (h.run.seed, stage.name, s.round))
             batch = await self._batch(ones, work.index)
@@ -244,8 +239,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         if stage.style is not None:
             shown = Supervised(name=stage.name, style=stage.style, batch=stage.batch - stage.own)
             texts = await demonstrated(
-                *(h.environment, h.renderer, h.dialogue, shown),
-                **{"seed": h.run.seed, "step": index - 1, "context": h.context},
+                h.environment, h.renderer, h.dialogue, shown, seed=h.run.seed, step=index - 1, context=h.context
             )
             texts = texts[: stage.shown_beside(len(ones))]
             segments, sequence = [*segments, *texts], [*sequence, *range(len(ones), len(ones) + len(texts))]
@@ -274,7 +268,6 @@ def nothing_kept(stage: Rejection, asked: Asked, found: Selection, round: int) -
     else:
         rule = f"lower {name}.method.keep.at" if m.keep.thresholds else f"lower {name}.method.keep.above"
         more = "" if m.rationalise else f", set {name}.method.rationalise=true where the environment has hints"
-        change = (
-            f"teach the policy more by imitation first, ask more with {name}.siblings={4 * stage.siblings}, {rule}{more}"
-        )
+        ask = f"ask more with {name}.siblings={4 * stage.siblings}"
+        change = f"teach the policy more by imitation first, {ask}, {rule}{more}"
     return f"round {round} kept nothing ({m.keep.words()}): {seen}, {asked.cut} of them were cut off; {change}"

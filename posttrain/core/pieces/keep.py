@@ -129,7 +129,9 @@ class TopShare(Keep):
         return [i for i in top if self.above is None or rewards[i] > self.above]
 
     def words(self) -> str:
-        return f"the best {self.share:.0%} of a prompt" + ("" if self.above is None else f" with reward > {self.above:g}")
+        return f"the best {self.share:.0%} of a prompt" + (
+            "" if self.above is None else f" with reward > {self.above:g}"
+        )
 
 
 def _finite(path: str, value: float) -> None:
