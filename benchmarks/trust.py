@@ -40,6 +40,7 @@ from posttrain.checks import (
     preference_data,
     preference_loss,
     preference_reference,
+    rejection,
     rejudge,
     resume,
     sampler,
@@ -88,6 +89,8 @@ EVERY_STEP = (
     *(preference_data.sides_are_as_judged, preference_data.completion_ends_once, preference_data.sides_share_a_prompt),
     *(preference_data.tokens_are_as_judged, preference_reference.reference_says),
     *(preference_reference.starts_at_reference, preference_loss.shift_is),
+    *(rejection.kept_was_played, rejection.kept_passes, rejection.kept_once, rejection.imitates_kept),
+    rejection.begins_with_its_weights,
 )
 SECOND_OPINIONS = (
     credit.everyone_is_scored,

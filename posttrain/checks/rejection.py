@@ -205,12 +205,10 @@ class RejectionCheck(Observer):
         if not steps:
             return
         walked = [s.gauges["rollout/walked"].sum for s in steps if "rollout/walked" in s.gauges]
-        rounds = [i for i, s in enumerate(steps) if "reject/round" in s.gauges]
+        rounds = [i for i, s in enumerate(steps) if (g := s.gauges.get("reject/reward")) is not None and g.count]
         first = rounds[-1] if rounds and roles.stage.method.weights == "start" else 0
         taken = sum(s.gauges["optim/steps"].sum for s in steps[first:] if "optim/steps" in s.gauges)
-        remembered = roles.trainer.optimizer.state_tensors().get("steps")
-        known = remembered is not None and (taken > 0 or not first)
-        goes_on(walked[-1] if walked else None, roles.prompts.cursor, taken, int(remembered) if known else None)
+        goes_on(walked[-1] if walked else None, roles.prompts.cursor, taken, steps_taken(roles))
 
     def state(self) -> dict[str, Any]:
         return {"rejection": {"start": self._start}}
@@ -276,7 +274,7 @@ class RejectionCheck(Observer):
         else:  # resumed: what was played is not in memory
             self._rows = Counter(_row(s.ids, s.mask) for c in kept for s in c.segments)
         if kept and event.selects:
-            taken = int(roles.trainer.optimizer.state_tensors().get("steps", 0))
+            taken = steps_taken(roles) or 0
             asked = self._asked_with if event.improvement == 0 else ""
             begins_with_its_weights(roles.stage, event.round, roles.learner.fingerprint(), self._start, asked, taken)
 
@@ -284,6 +282,12 @@ class RejectionCheck(Observer):
         imitates_kept(batch, self._rows, self._kept, roles.stage, roles.text)
         if not roles.sampling.stop:  # a stop string ends a turn without a stop token
             demonstration_ends_once(batch, roles.stop_ids, roles.text)
+
+
+def steps_taken(roles: RejectionRoles) -> int | None:
+    """Steps that the optimizer remembers; None where it counts none."""
+    remembered = roles.trainer.optimizer.state_tensors().get("steps")
+    return None if remembered is None else int(remembered)
 
 
 class RoundVerifierCheck(VerifierCheck):

@@ -55,8 +55,9 @@ class RejectionMethod:
         """Its name, with `+user` where a choice is not the published one. The numbers of `keep` belong to the scale of
         the rewards, and change no name."""
         published = METHODS.get(self.name)
-        same = published is not None and type(self.keep) is type(published.keep)
-        return self.name if same and replace(self, keep=published.keep) == published else f"{self.name}+user"
+        if published is None or type(self.keep) is not type(published.keep):
+            return f"{self.name}+user"
+        return self.name if replace(self, keep=published.keep) == published else f"{self.name}+user"
 
 
 RFT = RejectionMethod(name="rft", paper="2308.01825", weights="start")

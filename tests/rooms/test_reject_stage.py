@@ -348,12 +348,18 @@ def test_a_round_that_keeps_nothing_says_what_to_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("method", [STAR, REST], ids=lambda m: m.name)
-@pytest.mark.parametrize("killed_at", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("method", "given", "killed_at"),
+    [
+        *((m, {"general": 0.25, "style": "answer"}, at) for m in (STAR, REST) for at in (2, 3, 4)),
+        *((RFT, {"prompts": 1, "siblings": 2, "rounds": None}, at) for at in (5, 8)),
+    ],
+    ids=lambda x: x.name if isinstance(x, RejectionMethod) else None,
+)
 def test_a_killed_stage_goes_on_as_if_it_had_never_been_killed(
-    method: RejectionMethod, killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: RejectionMethod, given: dict[str, Any], killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = replace(reject_run(method=method, steps=9, rounds=4, general=0.25, style="answer"), deterministic=True)
+    run = replace(reject_run(method=method, **{"steps": 9, "rounds": 4} | given), deterministic=True)
     posttrain.run(run, out=tmp_path / "whole", quiet=True)
     remember = RejectionDriver.remember
 
