@@ -21,8 +21,9 @@ class RejectionMethod:
     """What is kept of a round's completions, and from which weights it is imitated. Fields are choices."""
 
     name: str
+    """As `method=NAME` names it."""
     paper: str
-    """arXiv id."""
+    """Its source: an arXiv id."""
     keep: Keep = Passing()
     """Which completions of a prompt are kept."""
     distinct: bool = True
