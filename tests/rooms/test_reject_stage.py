@@ -258,6 +258,7 @@ def lines(folder: Path) -> list[Step]:
     return [s for s in reader.steps(folder) if s.stage == "reject"]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("method", METHODS.values(), ids=lambda m: m.name)
 def test_every_method_runs(method: RejectionMethod, tmp_path: Path) -> None:
     results = asyncio.run(play(tiny_parts(tmp_path / "run", reject_run(method=method))))
@@ -287,6 +288,7 @@ def batches(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Bat
     return found
 
 
+@pytest.mark.prove
 def test_no_hint_is_in_any_trained_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hint of this world begins with a character that nothing else has and that the policy may not say; completions
     to it are kept, and no trained token, of prompts neither, is that character."""
@@ -309,6 +311,7 @@ def test_no_hint_is_in_any_trained_batch(tmp_path: Path, monkeypatch: pytest.Mon
     assert any((s.ids == mark).any() for e in played for s in e.segments), "the record shows what was really asked"
 
 
+@pytest.mark.prove
 def test_demonstrations_are_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = reject_run(general=0.25, style="answer", rounds=2)
     found = batches(run, tmp_path / "run", monkeypatch)
@@ -318,6 +321,7 @@ def test_demonstrations_are_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert b[WEIGHT].sum() == pytest.approx(1) and len({*b[WEIGHT].tolist()}) == 1
 
 
+@pytest.mark.prove
 def test_start_begins_every_round_with_the_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int]] = []
     real = RejectionDriver._open_round
@@ -336,6 +340,7 @@ def test_start_begins_every_round_with_the_first_weights(tmp_path: Path, monkeyp
     assert all(before == after for before, after in seen) and len({*seen}) == 3
 
 
+@pytest.mark.prove
 def test_a_round_that_keeps_nothing_says_what_to_change(tmp_path: Path) -> None:
     asyncio.run(play(tiny_parts(tmp_path / "run", reject_run(taught=1, method=replace(RFT, keep=Passing(at=2.0))))))
     taken = lines(tmp_path / "run")
