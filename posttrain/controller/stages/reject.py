@@ -82,7 +82,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
 
     def measured_before(self, report: EvaluationReport | None) -> None:
         if report is not None:
-            self.parts.say(productive_band(report))
+            self.parts.say(productive_band(report).replace("before RL", "before rejection sampling"))
 
     async def open(
         self, checkpoint: Path | None
