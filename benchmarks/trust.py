@@ -42,6 +42,7 @@ from posttrain.checks import (
     preference_online,
     preference_reference,
     ranking,
+    rejection,
     rejudge,
     resume,
     reward_models,
@@ -94,6 +95,8 @@ EVERY_STEP = (
     *(ranking.score_reaches, ranking.sides_share_their_prompt, ranking.reads_the_end),
     *(reward_models.holds_what_was_trained, reward_models.reads_the_last_token, reward_models.scores_hold),
     *(preference_online.tokens_are_as_sampled, preference_online.opponents_play, preference_online.opponent_says),
+    *(rejection.kept_was_played, rejection.kept_passes, rejection.kept_once, rejection.imitates_kept),
+    rejection.begins_with_its_weights,
 )
 SECOND_OPINIONS = (
     credit.everyone_is_scored,

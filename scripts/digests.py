@@ -72,6 +72,13 @@ MEASURED = ("env.heldout=8", "evaluation.samples=2")
 EASY = ("env.args.max_terms=2", "env.args.max_operand=9")
 """Sums that a model of a hundred steps sometimes knows."""
 RL = ("rl.steps=3", "rl.prompts=4", "rl.siblings=4", "rl.eval_every=2", "rl.checkpoint_every=2")
+REJECTION = (
+    "reject.steps=3",
+    "reject.prompts=4",
+    "reject.siblings=4",
+    "reject.method=rft",
+    "reject.method.keep.at=0.1",
+)
 KEPT = ("keep_checkpoints=20",)
 START = Play("start", "arithmetic", (*MEASURED, *EASY, "sft.steps=100", "sft.batch=64", "rl=none"))
 TAUGHT = (*MEASURED, *EASY, *KEPT, "sft=none", "model.path={start}")
@@ -94,7 +101,7 @@ def recipes() -> Iterator[Play]:
         *_imitated("sft_continued", 2),
         *RL,
     )
-    stages = {"ladder": ladder, "sft": _imitated("sft", 3), "grpo": RL}
+    stages = {"ladder": ladder, "sft": _imitated("sft", 3), "grpo": RL, "reject": (*_imitated("sft", 3), *REJECTION)}
     rewards = {"verifiable": ("env.rewards=last_integer,{rewards}:spread",)}
     for recipe in RECIPES:
         for seed in (0, 1):

@@ -16,6 +16,7 @@ from posttrain.core.env import Reward
 from posttrain.core.errors import PosttrainError
 from posttrain.core.ports import Talk
 from posttrain.core.preference_stage import OnlinePreference, Preference
+from posttrain.core.rejection import STAR, Rejection
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
@@ -103,26 +104,23 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(run, stages=(replace(stage, steps=3, checkpoint_every=1),), keep_checkpoints=10)
     if fault is not None and fault.needs == "sft":
         run = replace(base, stages=base.stages[:1])
-    if needs == "preference":
-        stage = Preference(
-            name="dpo", steps=steps, batch=6, optimizer=Optimizer(lr=1e-3, warmup=1), eval=False, checkpoint_every=0
-        )
-        run = replace(run, stages=(stage,))
     if needs in ("reward_model", "judge"):
         run = _rewarded(run, needs)
-    if needs == "online":
-        own = OnlinePreference(
-            name="online",
-            steps=steps,
-            prompts=6,
-            sampling=Sampling(max_tokens=6),
-            optimizer=Optimizer(lr=1e-3, warmup=1),
-            eval=False,
-            eval_every=0,
-            checkpoint_every=0,
-        )
-        run = replace(run, stages=(own,))
+    if needs in ("preference", "online", "reject"):
+        run = replace(run, stages=(_stage(needs, steps),))
     return run
+
+
+def _stage(needs: str, steps: int) -> Preference | OnlinePreference | Rejection:
+    """The stage of a run that learns from pairs, from pairs of its own samples, or by keeping some of these."""
+    optimizer, sampling = Optimizer(lr=1e-3, warmup=1), Sampling(max_tokens=6)
+    common: dict[str, Any] = {"steps": steps, "optimizer": optimizer, "eval": False, "checkpoint_every": 0}
+    if needs == "preference":
+        return Preference(name="dpo", batch=6, **common)
+    if needs == "online":
+        return OnlinePreference(name="online", prompts=6, sampling=sampling, eval_every=0, **common)
+    rounds: dict[str, Any] = {"prompts": 24, "siblings": 4, "batch": 16, "epochs": 1, "eval_every": 0}
+    return Rejection(name="reject", method=STAR, sampling=sampling, **rounds, **common)
 
 
 def _rewarded(run: Run, needs: str) -> Run:

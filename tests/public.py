@@ -25,6 +25,7 @@ PUBLIC = {
     "posttrain.api.plots": "plot",
     # a run as data
     "posttrain.core.run": "Run Model Supervised Reinforce Evaluation",
+    "posttrain.core.rejection": "Rejection RejectionMethod",
     "posttrain.core.reward_model": "RewardModel",
     "posttrain.core.stage": "Stage Optimizer",
     "posttrain.core.env": "Env Reward SandboxSettings",
@@ -45,6 +46,7 @@ PUBLIC = {
     "posttrain.core.pieces.judged": "Statistic FDivergence LabelNoise MarginTerm Added",
     "posttrain.core.pieces.token": "Tokens ClipCov KlCov TopEntropy SecondMoment EntropyBonus Imitate Shown Distill"
     " Curriculum NoEasy Priority",
+    "posttrain.core.pieces.keep": "Keep Passing Rising Best TopShare",
     # what an environment or a reward meets
     "posttrain.core.types": "Task Message Kept Top Said Segment Episode Group",
     "posttrain.core.content": "ContentPart",

@@ -21,6 +21,7 @@ from posttrain.api.measure import GIB, DataSize, Machine, ModelSize, data_size, 
 from posttrain.core.engines import Embedded
 from posttrain.core.given import Given, is_inline
 from posttrain.core.preference_stage import Preference
+from posttrain.core.rejection import Rejection
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.stage import Stage
@@ -29,10 +30,11 @@ TRAINED = 1_000_000
 """A model with fewer parameters is as small as those that recipes build, and the recipe's settings are for it."""
 LARGE = 400_000_000
 """Parameters from which on the published learning rates are used: they are for half a billion and more."""
-LR = {Reinforce: 1e-6, Supervised: 1e-5, Preference: 1e-6, RewardModel: 1e-5}
+LR = {Reinforce: 1e-6, Supervised: 1e-5, Preference: 1e-6, RewardModel: 1e-5, Rejection: 1e-5}
 """Learning rates of full weights of a large model: GRPO, DAPO and Dr. GRPO use 1e-6 for RL; 1e-5 is usual for SFT, and
-5e-7 to 1e-6 for DPO (2305.18290 and its followers), and 9e-6 for a reward model (2203.02155)."""
-SMALL_LR = {Reinforce: 5e-4, Supervised: 2e-3, Preference: 3e-4, RewardModel: 1e-3}
+5e-7 to 1e-6 for DPO (2305.18290 and its followers), and 9e-6 for a reward model (2203.02155). Rejection sampling is SFT
+on samples."""
+SMALL_LR = {Reinforce: 5e-4, Supervised: 2e-3, Preference: 3e-4, RewardModel: 1e-3, Rejection: 1e-3}
 """Learning rates with which the recipes' models of .1 million parameters learn (docs/recipes.md). Between `TRAINED` and
 `LARGE` nothing was measured: there the rate lies on the line between the two, both axes logarithmic."""
 LORA = 10
@@ -113,12 +115,15 @@ class Choices:
             yield from self._reinforce(stage)
         elif isinstance(stage, Supervised):
             yield from self._supervised(stage)
+        elif isinstance(stage, Rejection):
+            yield "optimizer.lr", self._lr(Rejection)
+            yield "sampling.max_tokens", self._answer()
         elif isinstance(stage, Preference | RewardModel):
             yield from self._judged(stage)
 
     def _reinforce(self, stage: Reinforce) -> Iterator[tuple[str, Choice]]:
         yield "optimizer.lr", self._lr(Reinforce)
-        yield "sampling.max_tokens", self._answer(stage)
+        yield "sampling.max_tokens", self._answer()
         rows, cut = self.data.rows if self.data is not None else None, stage.minibatches
         wanted = PROMPTS[self.where.accelerated]
         why = (
@@ -134,7 +139,7 @@ class Choices:
         if stage.eval_every:
             yield "eval_every", (20, f"{STEPS // 20} points of a curve")
 
-    def _answer(self, stage: Reinforce) -> Choice:
+    def _answer(self) -> Choice:
         """Most tokens of an answer."""
         room = self._positions
         imitated = any(isinstance(s, Supervised) and s.style == "completion" for s in self.run.stages)
@@ -184,7 +189,7 @@ class Choices:
         micro = min(max(micro, 512), 32_768 if self.where.accelerated else most)
         for stage in self.run.stages:
             out[f"{stage.name}.micro_tokens"] = (micro, "what fits in memory at once; it changes no result")
-        if not isinstance(self.run.engine, Embedded) or not any(isinstance(s, Reinforce) for s in self.run.stages):
+        if not isinstance(self.run.engine, Embedded) or not any(s.contract is not None for s in self.run.stages):
             return out
         row = 4 * self.size.layers * self.size.cache_width
         cache = round(max(0.5, min(free * CACHE, 64.0 if self.where.accelerated else 4.0)), 1)
@@ -197,15 +202,15 @@ class Choices:
         """Most tokens of a sequence: a token has at least one byte. None: not known, so all positions are used."""
         if self.data is None or self.run.env.args.get("tools"):
             return None
-        made = [self._tokens_of(s) for s in self.run.stages if isinstance(s, Reinforce)]
+        made = [self._tokens_of(s) for s in self.run.stages if isinstance(s, Reinforce | Rejection)]
         need = max([self.data.longest_prompt + max(made, default=0), self.data.longest])
         need = -(-(need + TEMPLATE) // 256) * 256
         bound = self.size.positions if self.size is not None else None
         return need if bound is not None and need < bound else None
 
-    def _tokens_of(self, stage: Reinforce) -> int:
+    def _tokens_of(self, stage: Reinforce | Rejection) -> int:
         given = self._is_given(f"{stage.name}.sampling.max_tokens")
-        return stage.sampling.max_tokens if given else int(self._answer(stage)[0])
+        return stage.sampling.max_tokens if given else int(self._answer()[0])
 
     @cached_property
     def needed(self) -> float:
@@ -213,7 +218,7 @@ class Choices:
         assert self.size is not None
         each = 4 if self.dtype == "float32" else 2
         reads = any(isinstance(s, Reinforce) and s.algorithm.reads & {"reference"} for s in self.run.stages)
-        sampler = any(isinstance(s, Reinforce) for s in self.run.stages)
+        sampler = any(s.contract is not None for s in self.run.stages)
         # weights, gradients, two moments; a float32 master with its gradient below float32; sampler; reference
         per = each * (2 + sampler + reads) + 8 + (8 if each < 4 else 0)
         if self.run.model.lora is not None:  # one copy for all three; an adapter's own numbers are few

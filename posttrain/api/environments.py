@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
-from posttrain.core.abilities import declared, judgements
+from posttrain.core.abilities import declared, hints, judgements
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.given import Given
@@ -24,6 +24,8 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
     for stage in stages:
         if why := stage.refuses(env.name, styles):
             raise ConfigError(why)
+        if stage.hinted:
+            hints(env)
         if stage.judged is not None and stage.judged not in judgements(env).kinds:
             offered = ", ".join(judgements(env).kinds)
             raise ConfigError(

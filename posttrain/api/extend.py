@@ -24,6 +24,7 @@ from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.given import own_pieces
 from posttrain.core.reader import damage_is_named, run_file
 from posttrain.core.redact import scrubbed_data
+from posttrain.core.rejection import Rejection
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.shell import command_line
 from posttrain.core.stage import Stage
@@ -42,6 +43,8 @@ ALLOWED: Mapping[str, str] = {
     "Stage.micro_tokens": "how a step is split",
     "Optimizer.skips": "how many steps in a row may be left out",
     "Reinforce.max_failed": "which share of unjudged samples stops the run",
+    "Rejection.rounds": "rounds after which the stage ends",
+    "Rejection.max_failed": "which share of unjudged samples stops the run",
     "Evaluation.samples": "samples of a measurement from now on",
     "Evaluation.greedy": "whether greedy answers are measured from now on",
     "Run.slots": "sequences decoded at once",
@@ -237,6 +240,8 @@ def _ended_still(stage: Stage, running: Mapping[str, Any], made: Sequence[Change
     met = str(running.get("ended", ""))
     if met.startswith("target") and isinstance(stage, Reinforce) and "Reinforce.target" not in changed:
         return f"{stage.name} ended because of its {met}: give a higher {stage.name}.target too, or none"
+    if isinstance(stage, Rejection) and met == f"all {stage.rounds} rounds":
+        return f"{stage.name} ended after {met}: give a larger {stage.name}.rounds too, or none"
     return ""
 
 

@@ -24,6 +24,7 @@ from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, closest, nearest
 from posttrain.core.ladders import LADDERS, AnyAlgorithm, algorithm_type, named_algorithm, stage_choices
 from posttrain.core.preference import PreferenceAlgorithm
+from posttrain.core.rejection import RejectionMethod, named_method
 from posttrain.core.run import Model, Run
 from posttrain.core.stage import Optimizer, Stage
 
@@ -35,6 +36,8 @@ def fixed(cls: type) -> tuple[str, ...]:
     """Fields that the recipe decides and no override can change; of an algorithm all but its choices."""
     if cls in LADDERS:
         return tuple(n for n in tree.hints(cls) if n not in choices(cls))
+    if cls is RejectionMethod:
+        return ("name", "paper")
     return ("recipe", "stages") if cls is Run else ("name",) if issubclass(cls, Stage) else ()
 
 
@@ -156,6 +159,10 @@ def _algorithm(now: AnyAlgorithm, word: str) -> AnyAlgorithm:
     return named_algorithm(type(now), word)
 
 
+def _method(_: RejectionMethod, word: str) -> RejectionMethod:
+    return named_method(word)
+
+
 def _lora(_: Lora | None, word: str) -> Lora:
     return Lora(rank=cast("int", read(int, word, "model.lora")))
 
@@ -169,10 +176,12 @@ SHORT: dict[type, Callable[[Any, str], Any]] = {
     Model: _model,
     Algorithm: _algorithm,
     PreferenceAlgorithm: _algorithm,
+    RejectionMethod: _method,
     Lora: _lora,
     Optimizer: _optimizer,
 }
-"""Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`, `model.lora=RANK`, `optimizer=KIND`."""
+"""Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`, `method=NAME`, `model.lora=RANK`,
+`optimizer=KIND`."""
 BEGUN: dict[type, Any] = {Lora: Lora()}
 """Groups of settings that are none until one of them is set, and what they are then."""
 

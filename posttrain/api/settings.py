@@ -17,6 +17,7 @@ from posttrain.core.ladders import LADDERS, AnyAlgorithm, algorithm_type, stage_
 from posttrain.core.meanings import about, meaning
 from posttrain.core.preference import PreferenceAlgorithm
 from posttrain.core.preference_stage import Preference
+from posttrain.core.rejection import Rejection, RejectionMethod
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Model, Reinforce, Run, Supervised
 from posttrain.core.stage import Stage
@@ -37,6 +38,10 @@ MAIN: dict[type, tuple[str, ...]] = {
         "eval_every",
     ),
     Preference: ("algorithm", "steps", "batch", "optimizer.lr", "beta", "eval_every"),
+    Rejection: (
+        *("method", "rounds", "prompts", "siblings", "epochs", "batch", "optimizer.lr"),
+        *("sampling.max_tokens", "sampling.temperature", "general", "style", "eval_every"),
+    ),
     RewardModel: ("judgement", "steps", "batch", "optimizer.lr", "centre", "eval_every"),
 }
 """The settings that people change first, of a run and of each kind of stage."""
@@ -93,7 +98,7 @@ def plain_word(value: Any) -> str:
         return ",".join(plain_word(v) for v in cast("tuple[Any, ...]", value)) or "none"
     if isinstance(value, Model):
         return value.path or "none"
-    if isinstance(value, Env | AnyAlgorithm):
+    if isinstance(value, Env | AnyAlgorithm | RejectionMethod):
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return value.function if isinstance(value, Reward) else type(value).__name__.lower()

@@ -20,6 +20,7 @@ from posttrain.checks.preference_loss import PreferenceLossCheck
 from posttrain.checks.preference_online import OnlineLossCheck, OpponentCheck, SampledPairCheck
 from posttrain.checks.preference_reference import ReferenceCheck
 from posttrain.checks.ranking import RankingCheck
+from posttrain.checks.rejection import RejectionCheck, RoundVerifierCheck
 from posttrain.checks.resume import OptimizerResumeCheck, RestoreCheck, ResumeCheck
 from posttrain.checks.reward_models import RewardModelCheck
 from posttrain.checks.sampler import SamplerCheck
@@ -28,6 +29,7 @@ from posttrain.checks.update import UpdateCheck
 from posttrain.checks.verifier import VerifierCheck
 from posttrain.core.gauge import Step
 from posttrain.core.preference_stage import OnlinePreference, Preference
+from posttrain.core.rejection import Rejection
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Reinforce, Supervised
 from posttrain.core.stage import Stage
@@ -103,6 +105,21 @@ def online(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     ]
 
 
+def rejection(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a stage that imitates the best of its own samples."""
+    history = StageHistory(steps)
+    return [
+        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
+        ScaleCheck(done=bool(steps)),
+        FrozenCheck(),
+        SamplerCheck(fresh=False),
+        TaskCheck(),
+        RejectionCheck(history, kept.get("rejection", {}).get("start", "") if steps else ""),
+        RoundVerifierCheck(history),
+        LiveRules(history),
+    ]
+
+
 def of_run() -> Observers:
     """The checks of what happens between steps, over all stages."""
     return Observers([RestoreCheck(), EvaluationCheck()])
@@ -114,6 +131,7 @@ OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = 
     Preference: preference,
     RewardModel: ranking,
     OnlinePreference: online,
+    Rejection: rejection,
 }
 """By the type of the stage. A type that is not here, and derives from none that is, is not checked."""
 

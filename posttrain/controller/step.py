@@ -139,22 +139,28 @@ class DataBatch:
 
 
 async def learn_from(
-    roles: StageRoles[Any], work: DataBatch, loss: Loss, called: str, sampled: Gauges | None = None
+    roles: StageRoles[Any],
+    work: DataBatch,
+    loss: Loss,
+    called: str,
+    sampled: Gauges | None = None,
+    first: bool | None = None,
 ) -> Step:
     """Take one step on a batch of data; returns its line of the record.
 
     Args:
         called: what an episode of the batch is called in messages, such as `demonstration`.
         sampled: gauges of the rollouts that made the batch, where the policy itself said it.
+        first: whether the batch has the sampler's log-probs, of the weights of now. None: where there is `sampled`.
 
     Raises:
         InvariantError: the gradient is not finite. The message names the episodes that make it so, and the record's
             line has it as a note.
     """
-    index, batch = work.index, work.batch
+    index, batch, fresh = work.index, work.batch, sampled is not None if first is None else first
     with roles.clock.of("learn"):
         try:
-            gauges, skipped = roles.trainer.step(batch, loss, roles.watch, index=index, first=sampled is not None), ()
+            gauges, skipped = roles.trainer.step(batch, loss, roles.watch, index=index, first=fresh), ()
         except NonFiniteGradient as error:
             names = [f"{called} {e} ({roles.text(batch.ids_of(e))[:60]!r})" for e in error.culprits[:NAMED]]
             told = error.told(

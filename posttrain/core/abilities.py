@@ -223,6 +223,11 @@ class Abilities(Declared):
     """JSON schemas of the tools in a conversation about a task, if they are known before it is played. Without it the
     length that they add to a prompt is known only when the prompt is used."""
 
+    hint: Callable[[Task], str | tuple[Message, ...] | None] | None = None
+    """The prompt of a task with its answer as a hint; None for a task that has no such prompt. What the policy says to
+    it is judged as any answer to the task, and is learned under the task's own prompt, so nothing that the environment
+    says later in the episode may repeat the hint. Without it no stage can rationalise here."""
+
     def __post_init__(self) -> None:
         if isinstance(self.contained, str):
             raise ConfigError(
@@ -264,5 +269,17 @@ def judgements(environment: Any) -> Judgements:
             f"environment {environment.name!r} has no judged completions. Give rows with the columns chosen and"
             " rejected (env.name=prompts env.prompts=FILE), or give it abilities with judgements=Judgements(kinds,"
             " draw) (posttrain.core.abilities)"
+        )
+    return found
+
+
+def hints(environment: Any) -> Callable[[Task], str | tuple[Message, ...] | None]:
+    """What writes the hinted prompts of an environment. Raises ConfigError if it has none."""
+    found = declared(environment).hint
+    if found is None:
+        raise ConfigError(
+            f"environment {environment.name!r} writes no hints, and a stage with method.rationalise=true asks with the"
+            " answer as a hint. Set method.rationalise=false, give your prompts an answer and env.args.hint, or give"
+            " the environment abilities with hint=... (posttrain.core.abilities)"
         )
     return found

@@ -21,6 +21,7 @@ from typing import Any, cast
 from posttrain.core import tree
 from posttrain.core.env import STAGE, Reward, SandboxSettings
 from posttrain.core.given import is_inline
+from posttrain.core.pieces.keep import Keep
 from posttrain.core.pieces.link import PreferencePiece
 from posttrain.core.pieces.piece import Piece
 from posttrain.core.run import Run
@@ -187,6 +188,8 @@ HARMLESS = frozenset(
         *("PreferenceAlgorithm.name", "PreferenceAlgorithm.paper", "PreferenceAlgorithm.note"),
         *("PreferenceAlgorithm.rows", "PreferenceAlgorithm.against", "PreferenceAlgorithm.shift"),
         *("PreferenceAlgorithm.match", "PreferenceAlgorithm.weights"),
+        *("RejectionMethod.name", "RejectionMethod.paper", "RejectionMethod.distinct", "RejectionMethod.weights"),
+        "RejectionMethod.rationalise",
         *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
         *("Embedded.update", "Embedded.timeline", "VLLM.eager"),
         "VLLM.server",  # of the installed package, on this machine alone
@@ -207,7 +210,7 @@ def decided(cls: type, name: str) -> Decision | None:
     if named in DECIDED:
         return DECIDED[named]
     own: Any = cls if issubclass(cls, Stage) else Stage
-    if named in HARMLESS or issubclass(cls, (Piece, PreferencePiece)) or name in own.harmless:
+    if named in HARMLESS or issubclass(cls, (Piece, PreferencePiece, Keep)) or name in own.harmless:
         return lambda x, _: None
     return (lambda x, _: _model(x)) if name in own.models else None
 

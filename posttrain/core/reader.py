@@ -16,12 +16,13 @@ from posttrain.core.gauge import Step
 from posttrain.core.given import OwnPiece, own_pieces
 from posttrain.core.pieces.absent import known_pieces, read_without
 from posttrain.core.preference_stage import OnlinePreference, Preference
+from posttrain.core.rejection import Rejection
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.stage import Stage
 from posttrain.core.tree import from_plain
 
-STAGES: tuple[type[Stage], ...] = (Supervised, Reinforce, Preference, OnlinePreference, RewardModel)
+STAGES: tuple[type[Stage], ...] = (Supervised, Reinforce, Preference, OnlinePreference, RewardModel, Rejection)
 """The kinds of stage of this package. A run folder can be read only where the kinds of its stages are known."""
 SCHEMA = 2
 MEASURED = ("clock", "memory")

@@ -260,6 +260,11 @@ class Stage(Open, begin=True):
         return False
 
     @property
+    def hinted(self) -> bool:
+        """Whether it asks some prompts again with the answer as a hint."""
+        return False
+
+    @property
     def algorithm_name(self) -> str:
         """Name of its algorithm; '' where it has none."""
         return ""

@@ -160,6 +160,33 @@ REGISTRY: dict[str, Definition] = {
         "share",
         "0.5 at the start; above it where the policy becomes better than its opponent",
     ),
+    "reject/round": Definition("round of a rejection sampling stage", "1", "counts up"),
+    "reject/kept": Definition(
+        "kept completions, those of hinted prompts aside, per judged completion of the round", "share", "rises"
+    ),
+    "reject/covered": Definition(
+        "share of asked prompts of which something is kept without a hint",
+        "share",
+        "rises; the diversity alarm reads it",
+    ),
+    "reject/duplicates": Definition(
+        "share of the completions that pass which equal another one of their prompt, and are left out for it",
+        "share",
+        "as the answers are: near 1 where there is one right answer",
+    ),
+    "reject/distinct": Definition(
+        "different completions that pass, per prompt that has any, before the limit of a prompt",
+        "1",
+        "steady; near 1 after a start above it: variety is lost",
+    ),
+    "reject/hinted": Definition(
+        "share of kept completions that were sampled with the answer as a hint", "share", "falls"
+    ),
+    "reject/hint_reward": Definition("mean reward of completions sampled with a hint", "reward", "above 0"),
+    "reject/cut": Definition(
+        "share of the judged completions that were cut off; they are never kept", "share", "< 0.1"
+    ),
+    "reject/reward": Definition("mean reward of what is kept", "reward", "at least the threshold"),
     "heldout/agreement": Definition(
         "share of held-out pairs that the stage's scores order as they were judged; a tie counts half",
         "share",

@@ -11,8 +11,10 @@ import numpy as np
 from posttrain.core.env import Env
 from posttrain.core.interval import Gain, Score
 from posttrain.core.reader import steps
+from posttrain.core.rejection import Rejection
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.shell import command_line
+from posttrain.core.stage import Stage
 from posttrain.diagnose.outcome import Curve, RunOutcome, StageOutcome
 from posttrain.diagnose.said import findings_of
 
@@ -122,7 +124,7 @@ def _ordering(s: StageOutcome, after: Score, before: float) -> Learning:
     if after.high < before:
         return Learning("got worse", f"{s.name} got worse: {figures}", (_slower(s), *blind))
     told = f"cannot be told whether {s.name} learned: {figures}"
-    more = f"more steps, or more held-out pairs (env.heldout): {s.name}.steps={2 * s.stage.steps}"
+    more = f"more steps, or more held-out pairs (env.heldout): {_longer(s.stage)}"
     return Learning("cannot be told", told, (more, *blind))
 
 
@@ -207,7 +209,7 @@ def _after_learning(s: StageOutcome) -> tuple[str, ...]:
     """More steps, where it was still rising."""
     points = [x for _, x in s.heldout]
     if s.done and len(points) >= 3 and points[-1] > points[-2] + 0.01 and points[-1] < 0.97:
-        return (f"it was still rising at its end: {s.name}.steps={2 * s.stage.steps}",)
+        return (f"it was still rising at its end: {_longer(s.stage)}",)
     return ()
 
 
@@ -227,7 +229,7 @@ def _after_nothing(run: Run, s: StageOutcome, folder: str) -> tuple[str, ...]:
     assert s.accuracy is not None
     faster = f"{s.name}.optimizer.lr={s.stage.optimizer.lr * 3:.1g}"
     if not isinstance(s.stage, Reinforce):
-        return (f"more steps or a higher learning rate: {s.name}.steps={2 * s.stage.steps} {faster}",)
+        return (f"more steps or a higher learning rate: {_longer(s.stage)} {faster}",)
     look = f"{_show(s, folder)}  # read what it says, and what it is paid for"
     rewards = [x for _, x in s.rewards]
     if rewards and max(rewards) == min(rewards):
@@ -257,3 +259,10 @@ def _rose(curve: Curve) -> float:
     values = np.array([x for _, x in curve])
     part = max(1, len(values) // 5)
     return float(values[-part:].mean() - values[:part].mean()) if len(values) else 0.0
+
+
+def _longer(stage: Stage) -> str:
+    """The setting with which a stage goes on for as long again."""
+    if isinstance(stage, Rejection) and stage.rounds is not None:
+        return f"{stage.name}.rounds={2 * stage.rounds}"
+    return f"{stage.name}.steps={2 * stage.steps}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from posttrain.core.gauge import Step
+from posttrain.core.rejection import Rejection
 from posttrain.core.run import Reinforce
 
 
@@ -19,6 +20,7 @@ class Finding:
 
 
 Condition = Callable[[Sequence[Step], Reinforce], str]
+RoundCondition = Callable[[Sequence[Step], Rejection], str]
 
 RULES: dict[str, Condition] = {}
 """Every rule by name. A condition returns '' where it does not hold. It gets the first steps of the stage and the last
@@ -27,6 +29,16 @@ ones, in order."""
 
 def rule(condition: Condition) -> Condition:
     RULES[condition.__name__] = condition
+    return condition
+
+
+ROUND_RULES: dict[str, RoundCondition] = {}
+"""The rules of a stage that imitates its own samples. A condition gets the first steps of its rounds, which are those
+that ask."""
+
+
+def round_rule(condition: RoundCondition) -> RoundCondition:
+    ROUND_RULES[condition.__name__] = condition
     return condition
 
 

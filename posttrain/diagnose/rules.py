@@ -11,15 +11,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from posttrain.core.gauge import Step
+from posttrain.core.rejection import Rejection
 from posttrain.core.run import Reinforce
 from posttrain.diagnose import policy_rules as policy_rules
 from posttrain.diagnose import reward_rules as reward_rules
+from posttrain.diagnose import round_rules as round_rules
+from posttrain.diagnose.rule import ROUND_RULES as ROUND_RULES
 from posttrain.diagnose.rule import RULES as RULES
 from posttrain.diagnose.rule import Finding, last, mean, rule
 
 
-def findings(history: Sequence[Step], stage: Reinforce) -> list[Finding]:
-    """The findings of all rules at the end of a stage's record so far."""
+def findings(history: Sequence[Step], stage: Reinforce | Rejection) -> list[Finding]:
+    """The findings of all rules for this kind of stage at the end of its record so far."""
+    if isinstance(stage, Rejection):
+        rounds = [s for s in history if "reject/round" in s.gauges]
+        if not rounds or rounds[-1] is not history[-1]:
+            return []
+        return [Finding(n, said) for n, condition in ROUND_RULES.items() if (said := condition(rounds, stage))]
     return [
         Finding(name, message)
         for name, condition in RULES.items()

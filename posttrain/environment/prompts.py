@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from posttrain.core.abilities import Abilities, Judgements, LintFinding
+from posttrain.core.content import ContentPart
 from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.gauge import Gauges, merge
 from posttrain.core.given import Given
@@ -45,6 +46,9 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     tools' final state as `state`."""
     turns: int = 8
     """With tools: the largest number of turns of the policy, the answer included."""
+    hint: str = ""
+    """What is written after a prompt to give its answer as a hint, with {answer} in it, for stages that rationalise.
+    Empty: no hints."""
     rows: tuple[PromptRow, ...] = field(default=(), repr=False)
     without: tuple[str, ...] = field(default=(), repr=False)
     """Lines about rows that `leave_out` left out."""
@@ -90,10 +94,12 @@ class PromptsEnv(JudgedColumns, SingleTurn):
                 *(r.judged.completions if r.judged is not None else ()),
             )
         ]
-        return "".join(sorted(set("".join(texts))))
+        return "".join(sorted(set("".join((*texts, *self.hint.split("{answer}"))))))
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.hint and "{answer}" not in self.hint:
+            raise ConfigError(f"env.args.hint={self.hint!r}: write {{answer}} where the answer stands in the hint")
         if self.turns < 1:
             raise ConfigError(f"env.args.turns={self.turns}: must be >= 1")
         if self._offered is not None:
@@ -151,6 +157,23 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     def knows_gold(self, task: Task) -> bool:
         return task.answer is not None or self.completion(task) is not None
+
+    @property
+    def gives_hints(self) -> bool:
+        return bool(self.hint)
+
+    def hinted(self, task: Task) -> str | tuple[Message, ...] | None:
+        """The prompt with `hint` after it; of a conversation, after its last message. None where the row has no
+        answer."""
+        if task.answer is None:
+            return None
+        said, prompt = self.hint.replace("{answer}", str(task.answer)), task.prompt
+        if isinstance(prompt, str):
+            return prompt + said
+        *before, last = prompt
+        content = last["content"]
+        told = content + said if isinstance(content, str) else (*content, ContentPart("text", said))
+        return (*before, cast("Message", {**last, "content": told}))
 
     def completion(self, task: Task) -> str | None:
         """The row's demonstration, or None."""

@@ -176,6 +176,15 @@ class SingleTurn(ABC):
             f"environment {self.name!r} writes no demonstrations: give its class styles and demonstrate()"
         )
 
+    def hinted(self, task: Task) -> str | tuple[Message, ...] | None:
+        """The prompt of a task with its answer as a hint (`core.abilities.Abilities.hint`); None where it has none."""
+        return None
+
+    @property
+    def gives_hints(self) -> bool:
+        """Whether `hinted` writes prompts. A class that overrides it says so here, or its settings do."""
+        return type(self).hinted is not SingleTurn.hinted
+
     @property
     def judged_style(self) -> str:
         """The style whose right and false texts make pairs to learn preferences from. '': none does."""
@@ -209,6 +218,7 @@ class SingleTurn(ABC):
             gold=gold,
             demonstrations=texts,
             judgements=self.judgements,
+            hint=self.hinted if self.gives_hints else None,
             together=self._together if any(_batched(s) for s in self.rewards) else None,
         )
 

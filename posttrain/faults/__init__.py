@@ -5,6 +5,7 @@ from __future__ import annotations
 from posttrain.faults import (
     adapters,
     engine,
+    keeping,
     learning,
     machine,
     online_pairs,
@@ -24,6 +25,7 @@ __all__ = [
     "adapters",
     "engine",
     "find",
+    "keeping",
     "learning",
     "machine",
     "online_pairs",

@@ -44,8 +44,8 @@ class Fault:
     needs: str = ""
     """What that run needs in addition to overrides: `resume`, `tool` (an environment with observations), `bos`, `chat`,
     `sft` (a supervised stage), `preference` (a stage that learns from pairs), `online` (one that learns from pairs of
-    its own samples), `reward_model` (a stage that trains one), `judge` (reinforcement against one), `state` (a model
-    with a recurrent state)."""
+    its own samples), `reject` (one that imitates its own samples), `reward_model` (a stage that trains one), `judge`
+    (reinforcement against one), `state` (a model with a recurrent state)."""
 
 
 FAULTS: dict[str, Fault] = {}

@@ -16,6 +16,7 @@ from posttrain.recipe.dpo import dpo
 from posttrain.recipe.gallery import arithmetic, calculator, programs, shop
 from posttrain.recipe.grpo import grpo
 from posttrain.recipe.ladder import ladder
+from posttrain.recipe.reject import reject
 from posttrain.recipe.rlhf import rlhf
 from posttrain.recipe.score_pairs import reward_model
 from posttrain.recipe.sft import sft
@@ -107,6 +108,14 @@ _ALL = (
         build=arithmetic,
         minutes=1.1,
         reaches="0.47, 0.90",
+    ),
+    Recipe(
+        name="reject",
+        kind="tutorial",
+        shows="a short SFT, then rejection sampling: sample, keep what is right, imitate it (RAFT, RFT, STaR, ReST)",
+        build=reject,
+        minutes=0.6,
+        reaches="0.49, 0.94",
     ),
     Recipe(
         name="calculator",

@@ -18,8 +18,8 @@ from posttrain.core.types import Message, Segment, Task
 from posttrain.role.prompts import Prompts
 from posttrain.role.talk import DemonstrationTalk
 
-_LIKELIHOOD = Sampling(stop_ids=())
-"""Demonstrations are scored under the model's own distribution: temperature 1, nothing truncated."""
+LIKELIHOOD = Sampling(stop_ids=())
+"""What is imitated is scored under the model's own distribution: temperature 1, nothing truncated."""
 
 
 async def demonstrations(
@@ -36,6 +36,30 @@ async def demonstrations(
 
     Its one stream is WEIGHT. Every demonstrated token weighs 1 / (demonstrated tokens of the minibatch).
     """
+    return imitated(await demonstrated(environment, renderer, dialogue, stage, seed=seed, step=step, context=context))
+
+
+def imitated(segments: Sequence[Segment], sequence: Sequence[int] | None = None) -> Batch:
+    """A minibatch whose spoken tokens are imitated, each with the same weight.
+
+    Args:
+        sequence: the episode of each segment; None: one segment each.
+    """
+    spoken = sum(s.spoken for s in segments)
+    return Batch.of(segments, sequence, streams={WEIGHT: np.full(spoken, 1.0 / spoken)})
+
+
+async def demonstrated(
+    environment: Environment,
+    renderer: PairRenderer,
+    dialogue: Callable[[str], Dialogue],
+    stage: Supervised,
+    *,
+    seed: int,
+    step: int,
+    context: int,
+) -> list[Segment]:
+    """The demonstrations of one supervised step, in order."""
     walk = Prompts(environment.train, seeds.torch_seed(seed, f"sft/{stage.name}"), cursor=step * stage.batch)
     texts = abilities.demonstrations(environment)
     rng = seeds.generator(seed, f"demonstrate/{stage.name}", step)
@@ -46,10 +70,9 @@ async def demonstrations(
         if isinstance(completion, str):
             segments.append(demonstration(renderer, task, prompt, completion, context))
         else:
-            said = await recited(environment, renderer, dialogue(task.id), task, prompt, completion, _LIKELIHOOD)
+            said = await recited(environment, renderer, dialogue(task.id), task, prompt, completion, LIKELIHOOD)
             segments.append(_fits(said.transcript.segment(), task, context))
-    spoken = sum(s.spoken for s in segments)
-    return Batch.of(segments, streams={WEIGHT: np.full(spoken, 1.0 / spoken)})
+    return segments
 
 
 def demonstration(
@@ -63,7 +86,7 @@ def demonstration(
     seen, said = renderer.pair(prompt, completion, task.id)
     if not len(said):
         raise DataError(f"the demonstration of task {task.id!r} has no token to imitate: its completion is empty")
-    transcript = Transcript(_LIKELIHOOD)
+    transcript = Transcript(LIKELIHOOD)
     transcript.see(seen)
     transcript.show(said)
     return _fits(transcript.segment(), task, context)

@@ -4,6 +4,7 @@ A step emits one event after each phase. Every observer gets it, in a fixed orde
 may raise, which stops the run. Observers never change what is computed.
 
     PlayedEvent           the rollouts were played and judged
+    KeptEvent             completions were selected to be imitated, and the weights to train are in place
     ScoredEvent           the models scored them; credit is not computed yet
     PackedEvent           a minibatch was packed; there was no forward pass on it yet
     DifferentiatedEvent   its gradient was computed; the optimizer has not stepped yet
@@ -25,12 +26,24 @@ from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauges, Step, merge
 from posttrain.core.scored import Credit, ScoredGroup
 from posttrain.role.evaluate import EvaluationReport
+from posttrain.role.kept import Candidate
 from posttrain.role.passes import Needs, Passes
 
 
 @dataclass(frozen=True, eq=False)
 class PlayedEvent:
     experience: Experience
+
+
+@dataclass(frozen=True, eq=False)
+class KeptEvent:
+    round: int
+    """The round that imitates them, counted from 1."""
+    improvement: int
+    """How often the same completions were imitated from before."""
+    kept: tuple[Candidate, ...]
+    selects: bool = True
+    """Whether they were selected now. False: a resumed stage took them up again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +102,7 @@ class RestoredEvent:
 
 Event = (
     PlayedEvent
+    | KeptEvent
     | ScoredEvent
     | PackedEvent
     | DifferentiatedEvent

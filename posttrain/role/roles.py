@@ -14,6 +14,7 @@ from posttrain.algorithm.steer import AdaptiveState
 from posttrain.core.book import Book
 from posttrain.core.ports import Dialogue, Environment, Learner, PairRenderer, Reference, TaskSource
 from posttrain.core.preference_stage import OnlinePreference, Preference
+from posttrain.core.rejection import Rejection
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
@@ -141,6 +142,20 @@ class OnlineRoles(StageRoles[OnlinePreference]):
     reference: Reference | None
     opponent: Opponent | None = None
     """Who says the second completion of each prompt; None: the policy itself."""
+    other_environments: tuple[Environment, ...] = ()
+    """Other environments on which the run or a later stage is evaluated."""
+
+
+@dataclass(kw_only=True)
+class RejectionRoles(DataRoles[Rejection]):
+    """What a stage works with that imitates the best of its own samples."""
+
+    sampling: Sampling
+    """The stage's sampling settings, resolved."""
+    rollout: Rollout
+    prompts: Prompts
+    reference: Reference | None = None
+    """None: nothing here compares with one. Checks of sampling stages ask for it."""
     other_environments: tuple[Environment, ...] = ()
     """Other environments on which the run or a later stage is evaluated."""
 

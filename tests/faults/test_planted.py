@@ -30,12 +30,14 @@ OPEN = {"verifier_has_a_hole"}
 SHOWN = {
     *("sides_swapped", "preference_sign_flip", "reference_trained_along"),
     *("worse_sample_chosen", "opponent_is_the_policy", "nash_term_sign_flip"),
+    *("wrong_completion_kept", "hint_left_in_prompt", "duplicates_kept", "kept_under_other_prompt", "rounds_add_up"),
 }
-"""Faults of preference stages that are planted here. `tests/prove/test_trust.py` plants all of them."""
+"""Faults of stages that learn from preferences or from their own samples that are planted here.
+`tests/prove/test_trust.py` plants all of them."""
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, f in FAULTS.items() if f.needs not in ("preference", "online") or n in SHOWN]
+    "name", [n for n, f in FAULTS.items() if f.needs not in ("preference", "online", "reject") or n in SHOWN]
 )
 def test_fault_is_caught(name: str, model: Path, tmp_path: Path) -> None:
     caught = catch(FAULTS[name], model, tmp_path)
@@ -48,7 +50,7 @@ def test_at_least_nine_in_ten_are_caught() -> None:
     assert len(FAULTS) >= 25 and len(OPEN) <= 0.1 * len(FAULTS)
 
 
-@pytest.mark.parametrize("needs", ["", "tool", "preference", "online", "reward_model", "judge"])
+@pytest.mark.parametrize("needs", ["", "tool", "preference", "online", "reject", "reward_model", "judge"])
 def test_the_runs_they_are_planted_in_are_healthy_without_them(needs: str, model: Path, tmp_path: Path) -> None:
     faults = [f for f in FAULTS.values() if f.needs == needs]
     posttrain.run(smallest(faults[0], model, tmp_path, steps=6), out=tmp_path / "healthy", quiet=True)

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from posttrain.core.errors import PosttrainError
+from posttrain.core.rejection import Rejection
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.recipe.recipes import recipe
 
@@ -95,6 +96,7 @@ def _newest(runs: Path, name: str) -> str:
 
 SUPERVISED = {"steps": "4", "batch": "8"}
 REINFORCE = {"steps": "2", "prompts": "4", "siblings": "4", "eval_every": "0", "sampling.max_tokens": "8"}
+REJECTION = {"steps": "2", "prompts": "4", "siblings": "4", "batch": "4", "eval_every": "0", "sampling.max_tokens": "8"}
 JUDGED = ("env.prompts=pairs.jsonl", "env.prompts=labels.jsonl")
 """Data of the reader's without completions: stages that would imitate them are left out by themselves, unless a word of
 the command names them."""
@@ -142,7 +144,7 @@ def sizes(run: Run, given: Sequence[str] = ()) -> list[str]:
 
 def _of(stage: object, given: Sequence[str]) -> Iterator[str]:
     name = stage.name  # type: ignore[attr-defined]
-    small = REINFORCE if isinstance(stage, Reinforce) else SUPERVISED
+    small = REINFORCE if isinstance(stage, Reinforce) else REJECTION if isinstance(stage, Rejection) else SUPERVISED
     for key, value in small.items():
         asked = key == "eval_every" and any(g.startswith(f"{name}.{key}=") and not g.endswith("=0") for g in given)
         yield f"{name}.{key}={'1' if asked else value}"

@@ -23,7 +23,7 @@ from posttrain.engine.embedded import native
 from posttrain.engine.embedded.fused import fusable
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.readout import read_out
-from posttrain.engine.training_layers import CHUNK, FusedReadOut, SwiGLU, Heads, RMSNorm, fused_read_out
+from posttrain.engine.training_layers import CHUNK, FusedReadOut, Heads, RMSNorm, SwiGLU, fused_read_out
 
 pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing())
 CLOSE = 2e-5

@@ -3,7 +3,7 @@ stage."""
 
 from __future__ import annotations
 
-from posttrain.controller.stages import online, prefer, reinforce, reward_model, supervised
+from posttrain.controller.stages import online, prefer, reinforce, reject, reward_model, supervised
 from posttrain.controller.stages.progress import Progress, StageResult, StageState
 from posttrain.controller.stages.sequence import Stages, check_drivers, where
 
@@ -16,6 +16,7 @@ __all__ = [
     "online",
     "prefer",
     "reinforce",
+    "reject",
     "reward_model",
     "supervised",
     "where",

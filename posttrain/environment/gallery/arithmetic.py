@@ -142,6 +142,10 @@ class Arithmetic(SingleTurn):
         """The right answer, followed by a wrong one."""
         return (f"{task.answer}={int(task.answer) + 1}",)
 
+    def hinted(self, task: Task) -> str:
+        """`<3+4+5=12>`"""
+        return f"{str(task.prompt)[:-1]}={task.answer}>"
+
     @property
     def styles(self) -> tuple[str, ...]:
         """`document`: number sequences and equations, no prompt; `answer`: the sum alone; `cot`: running sums."""
