@@ -68,7 +68,7 @@ SAMPLES = 2
 MAX_TOKENS = 32
 MODEL = Model(arch="qwen3", hidden=64, layers=2, heads=4, kv_heads=4, ffn=192, context=96)
 START = Supervised(
-    name="sft", style="reply", wrong=1.0, steps=250, batch=64, optimizer=Optimizer(lr=2e-3), eval=False, eval_every=0
+    name="sft", style="reply", wrong=1.0, steps=800, batch=64, optimizer=Optimizer(lr=2e-3), eval=False, eval_every=0
 )
 OFFERED = [name for name, a in PREFERENCES.items() if a.draw is None or not a.draw.opponent()]
 """The lines that a stage of this package runs."""
@@ -240,7 +240,7 @@ def page(rows: Sequence[LineRow]) -> str:
         "",
         f"Same start, same judgements, {STEPS} steps of {BATCH} each at one learning rate, seeds"
         f" {', '.join(str(s) for s in sorted({r.seed for r in rows}))}; world `replies`,",
-        f"{HELD} held-out tasks. Means over tasks, with the lower end of their 95 % interval; **no**: it is not above .5.",
+        f"{HELD} held-out tasks. Means over tasks, with their 95 % interval's lower end; **no**: that is not above .5.",
         "",
         "- Accuracy: pairs that the line's own score of a completion orders as the true utility does.",
         "- Win rate: samples against those of the start, by the true utility.",
