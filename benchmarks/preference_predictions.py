@@ -1,6 +1,6 @@
 """What `preference_lines.py` is to find, written down before it was run, and the settings that all lines share.
 
-The settings come from pilots of DPO on seeds 7 and 8, which are not among the measured ones. Win rate without noise, and
+The settings come from pilots of DPO on seeds 7 and 8, which are not among the measured ones. Win rate without noise and
 with a fifth of the pairs flipped:
 
     start after 250 steps of SFT, seed 7     60 steps at 1e-3 .601, .331; 120 at 1e-3 .709, .455; 120 at 5e-4 .687, .578
