@@ -1,6 +1,7 @@
 """posttrain's side of `grpo_step.py`: a worker process that runs the real step, one per command.
 
-The parts are built by `posttrain.api.build.make_parts` from a `Run` with the shipped defaults; the one thing put
+The parts are built by `posttrain.api.build.make_parts` from a `Run` with the shipped defaults, and as many tokens a
+pass as `posttrain run model=...` chooses; the one thing put
 in between is `ForcedLengths`, which gives each sibling its number of tokens through the Sampler port. All canaries
 are on; recording of episodes is off. KL is off, as on the other side.
 """
@@ -20,7 +21,10 @@ from typing import Any
 import numpy as np
 from grpo_work import LR, SIBLINGS, SYMBOLS, Job, Wire, lengths_PG, memory_mb, prompt, reward
 
+from posttrain.api import overrides as dotted
 from posttrain.api.build import facts, make_parts, make_policy, use_threads
+from posttrain.api.defaults import Choices
+from posttrain.api.measure import model_size
 from posttrain.controller.parts import RunParts
 from posttrain.controller.step import ask, learn
 from posttrain.core.algorithm import patch
@@ -125,13 +129,15 @@ def make_run(job: Job) -> Run:
         eval_every=0,
         checkpoint_every=0,
     )
-    return Run(
+    run = Run(
         recipe="benchmark",
         model=Model(path=job.checkpoint, share_prefixes=job.share),
         stages=(stage,),
         threads=job.threads,
         record_episodes=False,
     )
+    tokens, _ = Choices(run, frozenset(), size=model_size(job.checkpoint)).made()["rl.micro_tokens"]
+    return dotted.apply(run, [f"rl.micro_tokens={tokens}"])
 
 
 def make_roles(parts: RunParts) -> ReinforceRoles:

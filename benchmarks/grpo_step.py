@@ -9,7 +9,7 @@ alternate (A B A B ...). Wall time is what counts; the share of the cores that o
 time of each side stand beside it, since a shared machine can make wall time mean little.
 
 What is equal: 32 prompts x 8 siblings, temperature 1, no KL, one AdamW step, float32, the same threads. Lengths are
-forced on both sides. OpenMP threads wait passively on both, so that a neighbour does not cost a spinning barrier.
+forced on both sides. OpenMP threads wait as the environment says (`side.Worker`), the same on both.
 What differs: TRL runs at the fastest setting a search in the same run finds, ours at its shipped defaults with every
 check on, and once more with `model.share_prefixes=false`, where each sibling's prompt is computed again.
 """

@@ -13,13 +13,14 @@ from posttrain.api import defaults, overrides
 from posttrain.api.defaults import (
     LR,
     SMALL_LR,
+    Choices,
     ForModel,
     for_model,
     given_paths,
     learning_rate,
     room_for_minibatches,
 )
-from posttrain.api.measure import Machine, SeenDevices, best_device, data_size, model_size
+from posttrain.api.measure import Machine, ModelSize, SeenDevices, best_device, data_size, model_size
 from posttrain.api.request import RunOptions, requested
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, DataError
@@ -101,6 +102,14 @@ def test_a_cpu_says_why(qwen: Path, tmp_path: Path) -> None:
     assert (sft.optimizer.lr, sft.steps, rl.sampling.max_tokens) == (1e-5, round(2 * 300 / 64), 512)
     said = "\n".join(ready.lines)
     assert "the compiled kernels for CPUs are float32" in said and "the longest completion has 900 characters" in said
+
+
+@pytest.mark.parametrize(("hidden", "layers", "ffn", "tokens"), [(128, 4, 384, 8192), (512, 8, 1536, 4096)])
+def test_a_small_model_takes_more_tokens_a_pass_on_a_cpu(hidden: int, layers: int, ffn: int, tokens: int) -> None:
+    """Half a gibibyte of activations, and no fewer tokens than usual."""
+    size = ModelSize(parameters=10**6, positions=512, hidden=hidden, layers=layers, ffn=ffn, cache_width=hidden)
+    made = Choices(recipe("grpo"), frozenset(), size=size, where=CPU).made()
+    assert made["rl.micro_tokens"][0] == tokens
 
 
 def test_what_the_user_gave_stays(qwen: Path, tmp_path: Path) -> None:
