@@ -62,6 +62,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/preference_lines.json"
 PAGE = ROOT / "docs/preference-lines.md"
 
+SEEDS = (0, 1, 2)
+NOISES = (0.0, 0.2)
 HELD = 256
 SAMPLES = 2
 """Samples of each held-out task, of the start and of the trained policy, with the same seeds."""
@@ -266,7 +268,22 @@ def page(rows: Sequence[LineRow]) -> str:
     ]
     left = [n for n in PREFERENCES if n not in OFFERED]
     lines += ["", f"Not run: {', '.join(f'`{n}`' for n in left)}, which play against an opponent."] if left else []
+    made = {(r.line, r.seed, r.noise) for r in rows}
+    if missing := [x for x in every(OFFERED, SEEDS, NOISES) if x not in made]:
+        of = f"{len(missing)} of {len(missing) + len(made)} runs"
+        lines += ["", f"**Incomplete:** {of} are missing; `python benchmarks/preference_lines.py` makes them."]
     return "\n".join(lines) + "\n"
+
+
+def every(lines: Sequence[str], run_seeds: Sequence[int], noises: Sequence[float]) -> list[tuple[str, int, float]]:
+    """The runs of these lines: (line, seed, noise)."""
+    return [
+        (line, seed, noise)
+        for seed in run_seeds
+        for noise in noises
+        for line in lines
+        if not (PREFERENCES[line].online and noise)
+    ]
 
 
 def written() -> list[LineRow]:
@@ -298,20 +315,18 @@ def write(rows: Sequence[LineRow]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(OFFERED), help="comma-separated lines")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--noise", default="0,0.2", help="comma-separated shares of flipped judgements")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument(
+        "--noise", default=",".join(map(str, NOISES)), help="comma-separated shares of flipped judgements"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further run after so long")
     parser.add_argument("--starts", type=Path, help="a folder that keeps the starts between calls")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     args = parser.parse_args()
     begun, rows = time.perf_counter(), [] if args.dry else written()
-    wanted = [
-        (name, int(seed), float(noise))
-        for seed in args.seeds.split(",")
-        for noise in args.noise.split(",")
-        for name in args.only.split(",")
-        if not (PREFERENCES[name].online and float(noise))
-    ]
+    wanted = every(
+        args.only.split(","), [int(x) for x in args.seeds.split(",")], [float(x) for x in args.noise.split(",")]
+    )
     done = {(r.line, r.seed, r.noise) for r in rows}
     missing = [x for x in wanted if x not in done]
     with tempfile.TemporaryDirectory() as scratch:

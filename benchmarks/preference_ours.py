@@ -1,7 +1,8 @@
 """posttrain's side of `preference.py`: a worker process whose stage takes one step per command.
 
-The run is built from the shipped defaults and driven by the stage's own driver: reading and rendering the rows, the
-reference, every check, the update, the record. Between two steps it waits for a command.
+The run is built from the shipped defaults, with as many tokens a pass as `posttrain run model=...` chooses, and driven
+by the stage's own driver: reading and rendering the rows, the reference, every check, the update, the record. Between
+two steps it waits for a command.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from grpo_work import Wire, memory_mb
 from learner_side import forget_peak
 from preference_work import BETA, LR, PairJob
 
+from posttrain.api import overrides as dotted
 from posttrain.api.build import facts, make_parts, make_policy, use_threads
+from posttrain.api.defaults import Choices
 from posttrain.api.environments import make_environment
+from posttrain.api.measure import model_size
 from posttrain.api.target import keep_policy
 from posttrain.controller.interrupt import Stopper
 from posttrain.controller.stages import Progress, Stages
@@ -57,7 +61,7 @@ def make_run(job: PairJob) -> Run:
     else:
         stage = Preference(name="dpo", algorithm=DPO, ahead=job.what == "dpo_ahead", **how)
         assert stage.algorithm.beta == BETA
-    return Run(
+    run = Run(
         recipe="benchmark",
         model=Model(path=job.checkpoint),
         env=Env(name="prompts", prompts=job.data, heldout=0),
@@ -65,6 +69,9 @@ def make_run(job: PairJob) -> Run:
         threads=job.threads,
         record_episodes=False,
     )
+    field = f"{stage.name}.micro_tokens"
+    tokens, _ = Choices(run, frozenset(), size=model_size(job.checkpoint)).made()[field]
+    return dotted.apply(run, [f"{field}={tokens}"])
 
 
 class Commanded:

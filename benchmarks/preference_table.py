@@ -35,15 +35,17 @@ def _contests(found: dict[str, Any]) -> list[str]:
         "size",
         "what",
         "lengths",
+        "threads",
         "pairs a pass (TRL)",
         "tokens/s",
         "TRL's",
         "times TRL",
         "pairs",
         "by CPU",
+        "others",
         "goal",
     )
-    lines = [_row(head), "|---|---|---|---:|---:|---:|---:|---:|---:|---:|"]
+    lines = [_row(head), "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for c in found["contests"]:
         a, b = c["sides"]["ours"], c["sides"]["trl"]
         goal = GOALS[c["size"], c["regime"]]
@@ -53,12 +55,14 @@ def _contests(found: dict[str, Any]) -> list[str]:
                     c["size"],
                     NAMES[c["what"]],
                     c["regime"],
+                    str(c["threads"]),
                     str(c["micro"]),
                     f"{a['tokens_per_s']:,.0f}",
                     f"{b['tokens_per_s']:,.0f}",
                     f"{c['ratio']['wall']:.2f}",
                     f"{c['spread'][0]:.2f}-{c['spread'][1]:.2f}",
                     f"{c['ratio']['cpu']:.2f}",
+                    f"{max(a['others'], b['others']):.0%}",
                     f"{goal:g} {'met' if c['ratio']['wall'] >= goal else 'missed'}",
                 )
             )
