@@ -33,9 +33,9 @@ from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.models import Policy, named_tensors, served_tensors
 from posttrain.engine.quantise import make_float
-from posttrain.engine.readout import read_out
 from posttrain.engine.sharing import Sharing
 from posttrain.engine.stateful import Alone, is_stateful
+from posttrain.engine.training_layers import training_read_out
 from posttrain.engine.transform import logit_dtype
 from posttrain.engine.wide_head import prove_logprobs
 
@@ -277,7 +277,7 @@ class _PackedReader:
         self.context = policy.context
         self.kernels: KernelChoice = policy.kernels
         self._proved = False
-        self.out = read_out(policy.module)
+        self.out = training_read_out(policy.module, policy.kernels)
         self._rows = (
             Alone(self.out, policy.kernels)
             if is_stateful(policy.module)

@@ -102,6 +102,29 @@ def decodes(device: torch.device, dtype: torch.dtype) -> list[Made]:
     return [made]
 
 
+def layers(device: torch.device, dtype: torch.dtype) -> list[Made]:
+    """Hidden states of two sequences, and the gradient of every weight."""
+
+    def case(family: str, more: dict[str, Any]) -> Made:
+        def made(form: Callable[..., Any]) -> list[Tensor]:
+            torch.manual_seed(0)
+            sizes = {"vocab_size": 97, "hidden_size": 72, "intermediate_size": 52, "num_hidden_layers": 2}
+            config = AutoConfig.for_model(family, **sizes, num_attention_heads=4, num_key_value_heads=2, **more)
+            attention.register()
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=dtype).to(device)
+            ids, at = (
+                torch.arange(37, device=device) * 7 % 97,
+                torch.cat([torch.arange(30), torch.arange(7)]).to(device),
+            )
+            hidden = form(model, read_out(model)).hidden(ids, at, PackedLayout([30, 7]))
+            return _with_gradients([hidden], list(model.get_decoder().parameters()))
+
+        return made
+
+    window = {"sliding_window": 9}
+    return [case("qwen3", {"head_dim": 20}), case("llama", {}), case("mistral", window), case("qwen2", {})]
+
+
 def draws(device: torch.device, dtype: torch.dtype) -> list[Made]:
     logits = _random(0, device, dtype, 60, 33) * 3
     logits[20:, ::3] = -torch.inf
@@ -150,6 +173,7 @@ CASES: Mapping[str, Callable[[torch.device, torch.dtype], list[Made]]] = {
     "attention": attends,
     "paged_attention": attends_pages,
     "decoder": decodes,
+    "layers": layers,
     "draw": draws,
     "head": heads,
     "adamw": optimizes,

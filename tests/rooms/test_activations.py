@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from posttrain.core.errors import ConfigError
 from posttrain.core.run import Checkpointing, Model, Reinforce
 from posttrain.core.tree import from_plain, to_plain
+from posttrain.engine.embedded import native
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import load_policy
 from posttrain.role.warm_up import largest
@@ -21,7 +23,8 @@ HOW: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
 def gradient(arch: str, seed: int = 0, tokens: int = 300, **how: Any) -> dict[str, torch.Tensor]:
-    learner = HFLearner(load_policy(tiny(arch, context=64, layers=3), ALPHABET, seed), **how)
+    model = tiny(arch, context=64, layers=3, kernels="torch")  # layers that are computed again are the plain ones
+    learner = HFLearner(load_policy(model, ALPHABET, seed), **how)
     packed = largest(Reinforce(name="rl", micro_tokens=tokens), 64, np.arange(20))
     learner.train_mode(True)
     scores = learner.forward(packed, entropy=True, value=True)
@@ -53,8 +56,10 @@ def test_each_keeps_less() -> None:
     model = Model(arch="qwen3", hidden=64, layers=6, heads=4, kv_heads=4, ffn=192, context=256)
     packed = largest(Reinforce(name="rl", micro_tokens=1024), 256, np.arange(20))
     taken = dict[str, int]()
-    for how in HOW:
-        learner = HFLearner(load_policy(model, ALPHABET, 0), gradient_checkpointing=how)
+    for how in (*HOW, "fused"):
+        fused = how == "fused"
+        kept = replace(model, kernels="auto" if fused else "torch")
+        learner = HFLearner(load_policy(kept, ALPHABET, 0), gradient_checkpointing="none" if fused else how)
         learner.train_mode(True)
 
         def work(learner: HFLearner = learner) -> None:
@@ -63,6 +68,7 @@ def test_each_keeps_less() -> None:
         work()
         taken[how] = peak_bytes(work)
     assert taken["selective"] < 0.8 * taken["none"] and taken["full"] < 0.6 * taken["selective"]
+    assert native.missing() or taken["fused"] < 0.8 * taken["none"]
 
 
 def test_offloading_copies_activations_and_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:

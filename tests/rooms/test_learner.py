@@ -68,7 +68,7 @@ def exact_learner(arch: str = "qwen3") -> HFLearner:
 def test_packed_equals_separate(arch: str) -> None:
     p, batch = policy(arch), packed(8)
     gap = np.abs(HFLearner(p).score(batch) - separately(p, batch)).max()
-    assert gap < 2e-6, gap
+    assert gap < 1e-5, gap
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -83,7 +83,7 @@ def test_temperature_and_forward_agree_with_score() -> None:
     p, batch = policy(), packed(5, sampling=Sampling(temperature=0.6))
     learner = HFLearner(p)
     scores = learner.forward(batch, entropy=True, value=True)
-    assert np.abs(learner.score(batch) - separately(p, batch, 0.6)).max() < 3e-6
+    assert np.abs(learner.score(batch) - separately(p, batch, 0.6)).max() < 1e-5
     assert np.array_equal(scores.logp.detach().numpy(), learner.score(batch))
     assert (
         np.array_equal(scores.value.detach().numpy(), np.zeros(batch.spoken, np.float32))

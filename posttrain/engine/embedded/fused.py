@@ -193,14 +193,11 @@ class FusedDecoder:
         """The joined weights of a layer."""
         a, m = layer.self_attn, layer.mlp
         qkv = [a.q_proj, a.k_proj, a.v_proj]
-        window = (
-            a.config.sliding_window if type(a).__name__ == "MistralAttention" else getattr(a, "sliding_window", None)
-        )
         return _Layer(
             attention=a,
             index=a.layer_idx,
             scaling=a.scaling,
-            window=window,
+            window=window_of(a),
             before=layer.input_layernorm,
             qkv=self._one(qkv),
             qkv_bias=_biases(qkv),
@@ -261,6 +258,15 @@ def fusable(module: PreTrainedModel) -> bool:
     parts = [p for n, p in module.named_modules() if n not in adapted and not n.startswith(inside)]
     hooked = any(p._forward_hooks or p._forward_pre_hooks or p.__dict__.get("forward") for p in parts)
     return not hooked and all(type(p).__name__ in names for p in parts)
+
+
+def window_of(layer: Any) -> int | None:
+    """The sliding window of an attention layer; None: it sees everything."""
+    return (
+        layer.config.sliding_window
+        if type(layer).__name__ == "MistralAttention"
+        else getattr(layer, "sliding_window", None)
+    )
 
 
 def _biases(layers: list[Any]) -> Tensor | None:

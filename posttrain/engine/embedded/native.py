@@ -77,6 +77,12 @@ SIGNATURES = {
     + [POINTER] * 4
     + [INT] * 6
     + [FLOAT] * 2,
+    "rms_rows": [POINTER] * 2 + [FLOAT] + [POINTER] * 2 + [INT] * 2,
+    "rms_rows_back": [POINTER] * 6 + [INT] * 2,
+    "heads_rows": [POINTER] * 2 + [FLOAT] + [POINTER] * 4 + [INT] * 3,
+    "heads_rows_back": [POINTER] * 8 + [INT] * 3,
+    "gate_rows": [POINTER] * 3 + [INT],
+    "gate_rows_back": [POINTER] * 5 + [INT],
 }
 
 
@@ -93,6 +99,9 @@ class Kernels:
             function.argtypes, function.restype = arguments, INT if name in ("attend", "pick") else None
         self._attend, self._pick = library.attend, library.pick
         self.begin, self.before, self.after, self.end = library.begin, library.before, library.after, library.end
+        self.rms_rows, self.rms_rows_back = library.rms_rows, library.rms_rows_back
+        self.heads_rows, self.heads_rows_back = library.heads_rows, library.heads_rows_back
+        self.gate_rows, self.gate_rows_back = library.gate_rows, library.gate_rows_back
 
     def attend(
         self,

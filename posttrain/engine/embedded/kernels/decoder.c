@@ -11,6 +11,7 @@
 #include "elementwise.h"
 #include "products.h"
 #include "sampling.h"
+#include "training.h"
 
 /* Sizes of a decoder: hidden width, features between gate and up, query heads, key-value heads, head width. */
 struct sizes {

@@ -1,0 +1,249 @@
+"""Layers of a learner with fewer passes over memory: norms, rotation of heads and the gate as one operation each.
+
+Between its products a layer of the Llama family only reads and writes memory, and transformers writes it as some forty
+operations forward and backward. At 1 M parameters they take 40 % of a step. Here each is one compiled operation
+(`kernels/training.h`), which also keeps less for the backward pass. The products stay the layer's own modules, so that
+adapters, frozen weights and gradients are as they were.
+
+The methods of the model are replaced only while it runs, so nobody else sees them: not the engine, which reads the same
+module where the policy has an adapter, nor what is saved.
+
+Axis letters: N packed positions, E hidden width, H heads, D head width, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from posttrain.core.engines import KernelChoice
+from posttrain.core.errors import EngineError
+from posttrain.engine import attention
+from posttrain.engine.attention import Layout, PackedLayout
+from posttrain.engine.embedded import native
+from posttrain.engine.embedded.fused import FAMILIES, window_of
+from posttrain.engine.kernels import Kernel, add_forms, kernel
+from posttrain.engine.readout import ReadOut, read_out
+
+CHUNK = 256
+"""Rows whose gradients of a weight are summed together (`kernels/training.h`)."""
+BOUND = 1e-4
+"""Largest difference from the plain layers that counts as rounding, of hidden states and of gradients, relative to the
+largest number."""
+CANARY = 24
+"""Tokens of the sequence on which both are compared."""
+
+
+def _chunks(rows: int) -> int:
+    return -(-rows // CHUNK)
+
+
+class RMSNorm(torch.autograd.Function):
+    """x / rms(x) * weight over the last axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, width = x.contiguous(), x.shape[-1]
+        out, inverse = torch.empty_like(x), x.new_empty(x.numel() // width)
+        native.library().rms_rows(
+            x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), inverse.data_ptr(), len(inverse), width
+        )
+        ctx.save_for_backward(x, weight, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        g, dx, width = grads[0].contiguous(), torch.empty_like(x), x.shape[-1]
+        parts = x.new_empty(_chunks(len(inverse)), width)
+        addresses = (t.data_ptr() for t in (g, x, weight, inverse, dx, parts))
+        native.library().rms_rows_back(*addresses, len(inverse), width)
+        return dx, parts.sum(0) if ctx.needs_input_grad[1] else None, None
+
+
+class Heads(torch.autograd.Function):
+    """Heads [..., H, D], normed where there is a weight, then rotated by cosine and sine [..., D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, cosine: Tensor, sine: Tensor) -> Tensor:
+        x = x.contiguous()
+        heads, width = x.shape[-2:]
+        rows = x.numel() // (heads * width)
+        out, inverse = torch.empty_like(x), x.new_empty(rows * heads if weight is not None else 0)
+        scale = None if weight is None else weight.data_ptr()
+        tables = cosine.data_ptr(), sine.data_ptr()
+        native.library().heads_rows(
+            x.data_ptr(), scale, eps, *tables, out.data_ptr(), inverse.data_ptr(), rows, heads, width
+        )
+        # without a norm the rotation is linear, and its backward reads nothing of x
+        ctx.save_for_backward(None if weight is None else x, weight, inverse, cosine, sine)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        x, weight, inverse, cosine, sine = ctx.saved_tensors
+        g = grads[0].contiguous()
+        dx = torch.empty_like(g)
+        heads, width = g.shape[-2:]
+        rows = g.numel() // (heads * width)
+        parts = g.new_empty(_chunks(rows) if weight is not None else 0, width)
+        addresses = (None if t is None else t.data_ptr() for t in (g, x, weight, inverse, cosine, sine, dx, parts))
+        native.library().heads_rows_back(*addresses, rows, heads, width)
+        return dx, parts.sum(0) if weight is not None and ctx.needs_input_grad[1] else None, None, None, None
+
+
+class Gate(torch.autograd.Function):
+    """silu(gate) * up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        native.library().gate_rows(gate.data_ptr(), up.data_ptr(), out.data_ptr(), out.numel())
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        g, dgate, dup = grads[0].contiguous(), torch.empty_like(gate), torch.empty_like(up)
+        native.library().gate_rows_back(*(t.data_ptr() for t in (g, gate, up, dgate, dup)), g.numel())
+        return dgate, dup
+
+
+# --- the modules' methods ---------------------------------------------------------------------------------------------
+
+
+def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+    return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # pyright: ignore[reportReturnType]
+
+
+def _feed_forward(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(Gate.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+def _attention(
+    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    shape = hidden_states.shape[:-1]
+    cosine, sine = (x.expand(*shape, -1).contiguous() for x in position_embeddings)
+
+    def rotated(projection: nn.Module, norm: Any | None) -> Tensor:
+        heads = projection(hidden_states).view(*shape, -1, self.head_dim)
+        scale = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+        out: Any = Heads.apply(heads, *scale, cosine, sine)
+        return out.transpose(1, 2)
+
+    query = rotated(self.q_proj, getattr(self, "q_norm", None))
+    key = rotated(self.k_proj, getattr(self, "k_norm", None))
+    value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim).transpose(1, 2)
+    seen, _ = attention.attend(self, query, key, value, None, self.scaling, sliding_window=window_of(self))
+    return self.o_proj(seen.reshape(*shape, -1)), None
+
+
+METHODS = {"RMSNorm": _norm, "MLP": _feed_forward, "Attention": _attention}
+"""The forward method of each part of a layer, by its class's name without the family. Products are modules of their
+own: they may have an adapter, or be quantised."""
+
+
+# --- the read-out -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class FusedReadOut(ReadOut):
+    """A read-out whose layers run with these methods."""
+
+    methods: tuple[tuple[nn.Module, MethodType], ...] = ()
+
+    def _run(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
+        if any(w.dtype != torch.float32 for w in weights) or any(_is_another(layer) for layer in self.layers):
+            return super()._run(ids, positions, layout)
+        with self._replaced():
+            return super()._run(ids, positions, layout)
+
+    @property
+    def layers(self) -> Any:
+        decoder: Any = self.decoder
+        return decoder.layers
+
+    @contextmanager
+    def _replaced(self) -> Iterator[None]:
+        for part, method in self.methods:
+            part.__dict__["forward"] = method
+        try:
+            yield
+        finally:
+            for part, _ in self.methods:
+                del part.__dict__["forward"]
+
+
+def _is_another(layer: Any) -> bool:
+    """Whether a layer is compiled by torch, or computed again in the backward pass, which runs outside of `_run`."""
+    return layer._compiled_call_impl is not None or (layer.training and getattr(layer, "gradient_checkpointing", False))
+
+
+def training_read_out(module: PreTrainedModel, kernels: KernelChoice) -> ReadOut:
+    """The read-out of a model that a learner runs, with the layers that its kernels choose."""
+    plain = read_out(module)
+    return kernel("layers", plain.weight.device, module.dtype, kernels).function(module, plain)
+
+
+def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
+    """The read-out with fused layers; `plain` itself where the model has others.
+
+    Raises:
+        EngineError: fused and plain layers differ by more than rounding.
+    """
+    prefix, config = FAMILIES.get(type(module).__name__), module.config
+    if prefix is None or config.hidden_act != "silu":
+        return plain
+    names = {prefix + ending: method for ending, method in METHODS.items()}
+    parts = [p for p in plain.decoder.modules() if type(p).__name__ in names]
+    if any(p._forward_hooks or p._forward_pre_hooks or "forward" in p.__dict__ for p in parts):
+        return plain
+    methods = tuple((p, MethodType(names[type(p).__name__], p)) for p in parts)
+    fused = FusedReadOut(**{f.name: getattr(plain, f.name) for f in fields(ReadOut)}, methods=methods)
+    _compare(module, plain, fused)
+    return fused
+
+
+def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> None:
+    """EngineError where hidden states of one sequence, or the gradients of the first layer, differ."""
+    at = torch.arange(CANARY, device=plain.weight.device)
+    ids = at * 7919 % plain.weight.shape[0]
+    trained = [p for p in fused.layers[0].parameters() if p.requires_grad]
+    found: list[list[Tensor]] = []
+    for read in (plain, fused):
+        with torch.enable_grad():
+            hidden = read.hidden(ids, at, PackedLayout([CANARY]))
+            by = torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device).sin().view_as(hidden)
+            grads = torch.autograd.grad((hidden * by).sum(), trained) if trained else ()
+        found.append([hidden.detach(), *grads])
+    for a, b in zip(*found, strict=True):
+        gap = float((a - b).abs().max() / a.abs().max().clamp(min=1e-30))
+        if not gap <= BOUND:
+            raise EngineError(
+                f"fused layers of {type(module).__name__} differ from its own by {gap:.3g} (bound {BOUND}): report it,"
+                " and set model.kernels=reference meanwhile"
+            )
+
+
+add_forms(
+    Kernel(
+        operation="layers",
+        form="compiled",
+        function=fused_read_out,
+        devices=("cpu",),
+        bounds={torch.float32: BOUND},
+        missing=native.missing,
+    ),
+    Kernel(operation="layers", form="reference", function=lambda module, plain: plain),
+)
