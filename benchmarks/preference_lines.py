@@ -291,7 +291,8 @@ def written() -> list[LineRow]:
     facts = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if facts.get("settings") != settings():
         return []
-    return [LineRow(**{k: tuple(v) if isinstance(v, list) else v for k, v in r.items()}) for r in facts["rows"]]
+    rows: list[dict[str, Any]] = facts["rows"]
+    return [LineRow(**r | {"right": tuple(r["right"]), "wins": tuple(r["wins"])}) for r in rows]
 
 
 def settings() -> dict[str, Any]:
