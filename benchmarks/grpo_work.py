@@ -97,8 +97,12 @@ def reward(text: str) -> float:
     return sum(ord(c) % 2 == 0 for c in text) / max(1, len(text))
 
 
-def save_checkpoint(size: Size, folder: Path, positions: int = 512) -> int:
-    """A Qwen3 with random weights and a one-symbol-one-token tokenizer. Returns its number of parameters."""
+def save_checkpoint(size: Size, folder: Path, positions: int = 512, rows: int | None = None) -> int:
+    """A Qwen3 with random weights and a one-symbol-one-token tokenizer. Returns its number of parameters.
+
+    Args:
+        rows: of its embedding, where they are more than the tokenizer has tokens.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -108,7 +112,7 @@ def save_checkpoint(size: Size, folder: Path, positions: int = 512) -> int:
     raw.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=PAD, eos_token=EOS, unk_token=UNK).save_pretrained(folder)
     config = Qwen3Config(
-        vocab_size=len(vocabulary),
+        vocab_size=rows or len(vocabulary),
         hidden_size=size.hidden,
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,

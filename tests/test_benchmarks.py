@@ -5,12 +5,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import grpo_work, head
 from benchmarks.side import ROOT, Worker
+from posttrain.core.reward_head import HeadShape
+from posttrain.engine.heads import RewardHead
 
 SMALL = grpo_work.Size(hidden=32, layers=1, heads=2, kv_heads=2, ffn=64, search=1, tries=1, repeats=1)
 
@@ -72,3 +81,63 @@ def test_the_head_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert {(x["vocabulary"], x["form"]) for x in told} == {(v, f) for v in (258, 20_000) for f in ("torch", "naive")}
     assert all(x["forward_backward"] > x["forward"] > 0 and x["peak_mib"] > 0 for x in told)
+
+
+@pytest.fixture
+def pair_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A checkpoint and the pairs of one update; returns the job of a side of `preference.py`."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from benchmarks.preference_work import PairJob, write_pairs
+
+    grpo_work.save_checkpoint(SMALL, tmp_path)
+    write_pairs(tmp_path / "pairs.jsonl", "heavy", 4)
+    return lambda what: PairJob(what, str(tmp_path), str(tmp_path / "pairs.jsonl"), 4, 1).dump()
+
+
+def textbook_norm(what: str, folder: Path) -> float:
+    """The gradient norm of the first update by the shortest program that is right: one sequence after the other."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    reward = what == "reward"
+    model: Any = (AutoModel if reward else AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32)
+    head_weight = RewardHead(HeadShape(), SMALL.hidden).score.weight
+
+    def score(row: dict[str, str], side: str) -> torch.Tensor:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        ids = torch.tensor([[*prompt, *tokenizer(row[side])["input_ids"], tokenizer.eos_token_id]])
+        if reward:
+            return (model(input_ids=ids).last_hidden_state[0, -1] @ head_weight.T)[0]
+        logp = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        total = logp[len(prompt) - 1 :].sum()
+        return 0.1 * (total - total.detach())  # at the first update the policy is the reference
+
+    loss = -torch.stack([logsigmoid(score(r, "chosen") - score(r, "rejected")) for r in rows]).mean()
+    weights = [*model.parameters(), *([head_weight] if reward else [])]
+    return float(np.sqrt(sum(float(g.double().square().sum()) for g in torch.autograd.grad(loss, weights))))
+
+
+@pytest.mark.parametrize("what", ["dpo_ahead", *(pytest.param(w, marks=pytest.mark.prove) for w in ("dpo", "reward"))])
+def test_learning_from_pairs_has_the_textbook_gradient(
+    tmp_path: Path, pair_job: Callable[[str], str], what: str
+) -> None:
+    with side("preference_ours.py", pair_job(what), tmp_path) as ours:
+        assert ours.listen()["ready"]
+        told = [ours.timed(do="step") for _ in range(2)]
+    assert told[0]["norm"] == pytest.approx(textbook_norm(what, tmp_path), rel=1e-4)
+    assert told[1]["norm"] != told[0]["norm"] and told[1]["shared"] > 0.1
+    assert told[1]["seconds"] > 0 and told[1]["peak_mb"] >= told[1]["before_mb"] > 0
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is in the extra `bench` alone")
+@pytest.mark.parametrize("what", ["dpo", "dpo_ahead", "reward"])
+def test_trl_takes_the_same_updates(tmp_path: Path, pair_job: Callable[[str], str], what: str) -> None:
+    """The second update follows from the first, so the optimizers agree too."""
+    job = pair_job(what)
+    (tmp_path / "trl").mkdir()
+    with side("preference_ours.py", job, tmp_path) as ours, side("preference_trl.py", job, tmp_path / "trl") as trl:
+        ours.listen()
+        trl.ask(do="configure", micro=2)
+        for _ in range(3):
+            one, two = (s.timed(do="step") for s in (ours, trl))
+            assert one["norm"] == pytest.approx(two["norm"], rel=1e-4)

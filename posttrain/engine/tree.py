@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from posttrain.core.bins import LEAST, alike
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
-from posttrain.engine.attention import WASTE, CollectRows, SpreadRows, buckets
+from posttrain.engine.attention import WASTE, buckets
 from posttrain.engine.kernels import kernel
 
 SLACK = 8
@@ -50,6 +50,8 @@ class SharedTree:
     place_N: np.ndarray
     """int64: the unique position of every packed one."""
     runs: tuple[TreeRun, ...]
+    """In the order of the unique positions: by how many positions are above them, then longest first. So those that
+    one call of attention computes lie side by side."""
 
     @property
     def saving(self) -> float:
@@ -74,7 +76,17 @@ class SharedTree:
             if own:
                 runs.append(TreeRun(count, own, above.copy()))
             count, before = count + own, s
-        return SharedTree(np.concatenate(first), place_N, tuple(runs))
+        return _numbered(np.concatenate(first), place_N, runs)
+
+
+def _numbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun]) -> SharedTree:
+    """The tree with its unique positions in the order that `SharedTree.runs` says."""
+    order = sorted(runs, key=lambda r: (len(r.above), -r.length, r.start))
+    old_U = np.concatenate([np.arange(r.start, r.start + r.length) for r in order])
+    new_U = np.empty_like(old_U)
+    new_U[old_U] = np.arange(len(old_U))
+    moved = tuple(TreeRun(int(new_U[r.start]), r.length, new_U[r.above]) for r in order)
+    return SharedTree(first_U[old_U], new_U[place_N], moved)
 
 
 def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
@@ -102,41 +114,24 @@ def _clustered(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
     return [n if n == len(part) else begin[n] for n, part in zip(tree, parts, strict=True)]
 
 
-class _Above(torch.autograd.Function):
-    """Rows [U, ...] to the rows above each run of every bucket [B, A, ...].
-
-    Runs below the same positions are summed by one product in the backward, since adding row by row is slow. All
-    buckets add to one gradient, since one of its own for each would be mostly zeros.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, below: Sequence[_Bucket]) -> tuple[Tensor, ...]:
-        ctx.below, ctx.rows = below, rows.shape[0]
-        return tuple(rows.index_select(0, b.above).unflatten(0, (b.count, b.deep)) for b in below)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        out = grads[0].new_zeros(ctx.rows, *grads[0].shape[2:])
-        for bucket, grad in zip(ctx.below, grads, strict=True):
-            summed = (bucket.parents.to(grad.dtype) @ grad.flatten(1)).view(-1, bucket.deep, *grad.shape[2:])
-            if bucket.apart:
-                flat = bucket.places.flatten()
-                out.index_copy_(0, flat, out.index_select(0, flat) + summed.flatten(0, 1))
-                continue
-            for places, part in zip(bucket.places, summed, strict=True):
-                out[places] += part
-        return out, None
-
-
 @dataclass(eq=False)
 class _Bucket:
-    """Runs of similar length below equally many positions, which one call computes."""
+    """Runs of similar length below equally many positions, which one call computes. Their unique positions are
+    `begin` to `begin + own`."""
 
     count: int
     longest: int
     deep: int
-    above: Tensor
-    """int64 [B * A]: unique positions above each run."""
+    begin: int
+    own: int
+    read: Tensor
+    """int64 [B * L]: the unique position of each padded row. Padding repeats the last one of its run."""
+    real: Tensor
+    """int64 [own]: the padded row of each unique position."""
+    below: Tensor
+    """int64 [B * (A + L)]: for each run the positions above it, then its padded rows."""
+    real_below: Tensor
+    """int64 [own]: the place of each unique position there."""
     parents: Tensor
     """[P, B]: 1 where a run is below the P-th distinct list of positions."""
     places: Tensor
@@ -146,21 +141,111 @@ class _Bucket:
 
     @classmethod
     def of(cls, runs: Sequence[TreeRun]) -> _Bucket:
-        above = np.stack([r.above for r in runs])
-        places, which = np.unique(above, axis=0, return_inverse=True)
+        longest, begin = runs[0].length, runs[0].start
+        length_B = np.array([r.length for r in runs])
+        above_BA = np.stack([r.above for r in runs])
+        deep = above_BA.shape[1]
+        read_BL = np.array([r.start for r in runs])[:, None] + np.minimum(np.arange(longest), length_B[:, None] - 1)
+        row, column = np.nonzero(np.arange(longest) < length_B[:, None])
+        places, which = np.unique(above_BA, axis=0, return_inverse=True)
         parents = (np.arange(len(places))[:, None] == which.reshape(1, -1)).astype(np.float32)
         return cls(
             count=len(runs),
-            longest=runs[0].length,
-            deep=above.shape[1],
-            above=torch.from_numpy(above.ravel()),
+            longest=longest,
+            deep=deep,
+            begin=begin,
+            own=int(length_B.sum()),
+            read=torch.from_numpy(read_BL.ravel()),
+            real=torch.from_numpy(row * longest + column),
+            below=torch.from_numpy(np.concatenate([above_BA, read_BL], 1).ravel()),
+            real_below=torch.from_numpy(row * (deep + longest) + deep + column),
             parents=torch.from_numpy(parents),
             places=torch.from_numpy(places),
             apart=len(np.unique(places)) == places.size,
         )
 
     def to(self, device: torch.device) -> None:
-        self.above, self.parents, self.places = (x.to(device) for x in (self.above, self.parents, self.places))
+        for name in ("read", "real", "below", "real_below", "parents", "places"):
+            setattr(self, name, getattr(self, name).to(device))
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is no padding, so that the padded rows are the unique positions as they lie."""
+        return self.own == self.count * self.longest
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Its part of rows [U, ...]."""
+        return rows[self.begin : self.begin + self.own]
+
+
+class _Padded(torch.autograd.Function):
+    """Rows [U, ...] to those of every bucket, [B, L, ...] each; `above` puts the rows above each run before its own,
+    [B, A + L, ...].
+
+    All buckets write to one gradient, since one of its own for each would be mostly zeros. Runs below the same
+    positions are summed by one product, since adding row by row is slow. No real position attends to padding, so the
+    gradient of padding is exactly zero and is left out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, of: Sequence[_Bucket], above: bool) -> tuple[Tensor, ...]:
+        ctx.of, ctx.above, ctx.rows = of, above, rows.shape[0]
+
+        def part(b: _Bucket) -> Tensor:
+            if above and b.deep:
+                return rows.index_select(0, b.below).unflatten(0, (b.count, b.deep + b.longest))
+            found = b.of_rows(rows) if b.whole else rows.index_select(0, b.read)
+            return found.unflatten(0, (b.count, b.longest))
+
+        return tuple(part(b) for b in of)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        out = grads[0].new_empty(ctx.rows, *grads[0].shape[2:])
+        for b, grad in zip(ctx.of, grads, strict=True):
+            deep = b.deep if ctx.above else 0
+            if b.whole:
+                b.of_rows(out).unflatten(0, (b.count, b.longest)).copy_(grad[:, deep:])
+            else:
+                b.of_rows(out).copy_(grad.flatten(0, 1).index_select(0, b.real_below if deep else b.real))
+        for b, grad in zip(ctx.of, grads, strict=True):
+            if not (ctx.above and b.deep):
+                continue
+            summed = (b.parents.to(grad.dtype) @ grad[:, : b.deep].flatten(1)).view(-1, b.deep, *grad.shape[2:])
+            if b.apart:
+                flat = b.places.flatten()
+                out.index_copy_(0, flat, out.index_select(0, flat) + summed.flatten(0, 1))
+                continue
+            for places, part in zip(b.places, summed, strict=True):
+                out[places] += part
+        return out, None, None
+
+
+class _Joined(torch.autograd.Function):
+    """Rows [B, L, ...] of every bucket to rows [U, ...]. Padding gets gradient zero."""
+
+    @staticmethod
+    def forward(ctx: Any, of: Sequence[_Bucket], *parts: Tensor) -> Tensor:
+        ctx.of = of
+        out = parts[0].new_empty(sum(b.own for b in of), *parts[0].shape[2:])
+        for b, part in zip(of, parts, strict=True):
+            if b.whole:
+                b.of_rows(out).unflatten(0, (b.count, b.longest)).copy_(part)
+            else:
+                b.of_rows(out).copy_(part.flatten(0, 1).index_select(0, b.real))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
+
+        def part(b: _Bucket) -> Tensor:
+            own = b.of_rows(grad)
+            if not b.whole:
+                own = grad.new_zeros(b.count * b.longest, *grad.shape[1:]).index_copy_(0, b.real, own)
+            return own.unflatten(0, (b.count, b.longest))
+
+        return None, *(part(b) for b in ctx.of)
 
 
 class TreeLayout:
@@ -170,18 +255,10 @@ class TreeLayout:
     def __init__(self, tree: SharedTree, *, waste: float = WASTE, kernels: KernelChoice = "auto") -> None:
         self.positions = len(tree.first_U)
         self._kernels: KernelChoice = kernels
-        to, back, row = list[np.ndarray](), np.empty(self.positions, np.int64), 0
-        self._buckets: list[_Bucket] = []
-        for runs in _alike_runs(tree.runs, waste):
-            self._buckets.append(_Bucket.of(runs))
-            longest = runs[0].length
-            for run in runs:
-                to.append(run.start + np.minimum(np.arange(longest), run.length - 1))
-                back[run.start : run.start + run.length] = row + np.arange(run.length)
-                row += longest
-        self.computed = row
+        self._buckets = [_Bucket.of(runs) for runs in _alike_runs(tree.runs, waste)]
+        self.computed = sum(b.count * b.longest for b in self._buckets)
         """Positions a layer's attention computes, padding included."""
-        self._to, self._back = torch.from_numpy(np.concatenate(to)), torch.from_numpy(back)
+        self._device = torch.device("cpu")
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
     def attend(
@@ -200,25 +277,21 @@ class TreeLayout:
             raise EngineError(
                 f"a tree of {self.positions} positions met queries of shape {tuple(query.shape)}, not [1, H, U, D]"
             )
-        if self._to.device != query.device:
-            self._to, self._back, self._masks = self._to.to(query.device), self._back.to(query.device), {}
+        if self._device != query.device:
+            self._device, self._masks = query.device, {}
             for bucket in self._buckets:
                 bucket.to(query.device)
-        keys, values = (x[0].transpose(0, 1) for x in (key, value))
-        q, k, v = (SpreadRows.apply(x, self._to, self._back) for x in (query[0].transpose(0, 1), keys, values))
+        q, k, v = (
+            _Padded.apply(x[0].transpose(0, 1), self._buckets, above)
+            for x, above in ((query, False), (key, True), (value, True))
+        )
         attention = kernel("attention", query.device, query.dtype, self._kernels).function
-        out, below = list[Tensor](), [b for b in self._buckets if b.deep]
-        above = iter(zip(*(_Above.apply(x, below) for x in (keys, values)), strict=True) if below else ())
-        parts = (x.split([b.count * b.longest for b in self._buckets]) for x in (q, k, v))
-        for b, *rows_qkv in zip(self._buckets, *parts, strict=True):
-            q_BLHD, k_BLKD, v_BLKD = (x.unflatten(0, (b.count, b.longest)) for x in rows_qkv)
-            if b.deep:
-                k_BLKD, v_BLKD = (torch.cat(pair, 1) for pair in zip(next(above), (k_BLKD, v_BLKD), strict=True))
-            q_BHLD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
+        out = list[Tensor]()
+        for b, *rows_qkv in zip(self._buckets, q, k, v, strict=True):
+            q_BHLD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in rows_qkv)
             mask = self._mask(b.longest, b.deep, sliding_window)
-            attended = attention(q_BHLD, k_BKTD, v_BKTD, mask, scaling, softcap)
-            out.append(attended.transpose(1, 2).flatten(0, 1))
-        return CollectRows.apply(torch.cat(out), self._back).unsqueeze(0)
+            out.append(attention(q_BHLD, k_BKTD, v_BKTD, mask, scaling, softcap).transpose(1, 2))
+        return _Joined.apply(self._buckets, *out).unsqueeze(0)
 
     def _mask(self, longest: int, deep: int, window: int | None) -> Tensor | None:
         """bool [L, A + L]: key j, at depth j, is seen by query i, at depth A + i; None: plainly causal."""
@@ -226,8 +299,7 @@ class TreeLayout:
         if not deep and window is None:
             return None
         if (longest, deep, window) not in self._masks:
-            device = self._to.device
-            depth = torch.arange(deep + longest, device=device)
+            depth = torch.arange(deep + longest, device=self._device)
             distance = depth[deep:, None] - depth
             self._masks[longest, deep, window] = (distance >= 0) & (distance < (window or deep + longest))
         return self._masks[longest, deep, window]

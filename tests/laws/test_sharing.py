@@ -206,11 +206,11 @@ def test_the_first_use_finds_a_wrong_tree(fault: str, monkeypatch: pytest.Monkey
     elif fault == "sibling":
         monkeypatch.setattr(tree, "alike", lambda a, b: min(len(a), len(b)) - 1)
     else:
-        real = tree._Above.backward  # pyright: ignore[reportPrivateUsage]
+        real = tree._Padded.backward  # pyright: ignore[reportPrivateUsage]
         monkeypatch.setattr(
-            tree._Above,  # pyright: ignore[reportPrivateUsage]
+            tree._Padded,  # pyright: ignore[reportPrivateUsage]
             "backward",
-            staticmethod(lambda ctx, *grads: (real(ctx, *grads)[0] * 0.5, None)),
+            staticmethod(lambda ctx, *grads: (real(ctx, *grads)[0] * 0.5, None, None)),
         )
     with pytest.raises(InvariantError, match="share_prefixes=false"):
         HFLearner(policy("qwen3")).score(batch(forest(3)))
