@@ -124,6 +124,17 @@ def test_layers_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         fused_read_out(made.module, read_out(made.module))
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_rounding_that_a_model_enlarges_is_no_difference(scale: float, seed: int) -> None:
+    """Weights of any size, and none: nothing is refused."""
+    made = policy("qwen3", seed)
+    with torch.no_grad():
+        for p in made.module.parameters():
+            p.mul_(scale)
+    assert isinstance(fused_read_out(made.module, read_out(made.module)), FusedReadOut)
+
+
 @pytest.mark.parametrize("how", ["computed again", "compiled by torch"])
 def test_layers_that_run_otherwise_stay_plain(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = policy("qwen3")
