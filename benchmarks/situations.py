@@ -233,7 +233,7 @@ def collapse(s: Stage) -> str:
 
 
 def flat(s: Stage) -> str:
-    return s.rl(f"env.rewards={s.reward('noise')}", "rl.steps=64")
+    return s.rl(f"env.rewards={s.reward('noise')}", "rl.steps=120")
 
 
 def too_hard(s: Stage) -> str:

@@ -13,6 +13,8 @@ SAME = 6
 """Steps in a row, before it is said that tasks are too hard or too easy. Fewer have no spread by chance."""
 HARD, EASY = 0.02, 0.9
 """Shares of right answers below and above which there is little to learn."""
+ENDED = 0.5
+"""Share of answers that are cut off in a step; below it most ended by themselves."""
 FLAT = 30
 """Steps before it is said that the reward does not rise."""
 EXACT = 0.05
@@ -97,9 +99,9 @@ def cut_off_before_the_answer(history: Sequence[Step], stage: Reinforce) -> str:
 @rule
 def never_stops(history: Sequence[Step], stage: Reinforce) -> str:
     """Nearly every answer runs to the limit, and most contain a special token that is not a stop token, four steps in a
-    row."""
-    cut = last(history, "rollout/truncated", 4)
-    if not cut or min(cut) < 0.9 or not _past_an_end(history):
+    row. Where answers ended by themselves in an earlier step, the stop ids are right, and the policy has lost them."""
+    cut, all_cut = last(history, "rollout/truncated", 4), known(history, "rollout/truncated")
+    if not cut or min(cut) < 0.9 or min(all_cut) < ENDED or not _past_an_end(history):
         return ""
     special = average(last(history, "rollout/special", 4))
     return (

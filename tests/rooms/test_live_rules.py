@@ -391,3 +391,9 @@ def nats(mean: float, scatter: float = 0.1) -> np.ndarray:
 )
 def test_the_other_form_must_be_known_clearly_better(here: np.ndarray, there: np.ndarray, better: bool) -> None:
     assert clearly_better(here, there) is better
+
+
+def test_a_policy_that_lost_its_end_has_the_right_stop_ids() -> None:
+    """Answers ended by themselves in the first steps, so a policy that never stops after a collapse is no wrong id."""
+    history = log(8, rollout__truncated=lambda i: 0.1 if i < 3 else 1.0, rollout__special=steady(0.9))
+    assert "never_stops" not in said(history)
