@@ -67,7 +67,7 @@ def seen(name: str, seed: int = 0) -> dict[str, float]:
     [
         *[
             (n, "policy/clip_low")
-            for n in ("grpo", "gspo_wide", "gmpo_tight", "dppo", "dppo_kl", "dppo_top2_kl", "ppo")
+            for n in ("grpo", "gspo_wide", "luspo_wide", "gmpo_tight", "dppo", "dppo_kl", "dppo_top2_kl", "ppo")
         ],
         *[
             (n, "policy/clip_high")
@@ -76,7 +76,7 @@ def seen(name: str, seed: int = 0) -> dict[str, float]:
         *[
             (n, "correction/silenced")
             for n in (
-                "icepop",
+                "icepop_tight",
                 "mis",
                 "kpop",
                 "geo_rs",
