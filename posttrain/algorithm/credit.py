@@ -144,8 +144,7 @@ def _by_samples(
         for r, silent, samples, group in zip(rewards_P, silent_P, samples_P, groups, strict=True):
             lengths = np.array([s.spoken for s in samples], np.float64)
             uncharged = np.array([s.shaped for s in samples]) if to_go else r
-            scored = [s.scored for s in samples]
-            own, ema = (np.zeros_like(r), ema) if silent else _centred(a, uncharged, lengths, scored, group, ema)
+            own, ema = (np.zeros_like(r), ema) if silent else _centred(a, uncharged, lengths, group, ema)
             centred_P.append(own)
         divisors = _scales(a, rewards_P, noise_P, samples_P)
     raw: list[Array] = []
@@ -158,15 +157,11 @@ def _by_samples(
     return raw, silent_P, ema
 
 
-def _centred(
-    a: Algorithm, r: Array, lengths: Array, scored: Sequence[Scored], group: ScoredGroup, ema: float
-) -> tuple[Array, float]:
+def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: float) -> tuple[Array, float]:
     """(reward minus baseline [G] of one prompt, the moving baseline afterwards)."""
     greedy = group.group.greedy
-    return centred(
-        a.baseline,
-        Siblings(r, lengths, 0.0 if greedy is None or greedy.reward is None else greedy.reward, ema, scored),
-    )
+    best = 0.0 if greedy is None or greedy.reward is None else greedy.reward
+    return centred(a.baseline, Siblings(r, lengths, best, ema, group.episodes))
 
 
 def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:

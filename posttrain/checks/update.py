@@ -141,19 +141,19 @@ class Handed:
     @classmethod
     def of(cls, optimizer: Any, config: Optimizer, share: float = 1.0) -> Handed:
         """`config` is the stage's, whatever the optimizer was built with; `share` is that of the learning rate."""
-        trained = optimizer.trained()
+        trained, part = optimizer.trained(), {} if share == 1 else {"share": share}
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
         norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads.values()))
         largest: dict[str, Largest] = {}
         for name, g in grads.items():
             at = int(g.abs().argmax())
             if float(g.flatten()[at]):
-                told = optimizer.expected_update(config, name, g, norm, at, share)
+                told = optimizer.expected_update(config, name, g, norm, at, **part)
                 weight = float(trained[name].detach().flatten()[at])
                 largest[name] = Largest(at, weight, float(told.move), math.inf if told.along else told.size)
         first = not optimizer.state_tensors().get("steps", 1)
         small = [n for n, g in grads.items() if g.numel() <= SAMPLED] if first else []
-        expected = {n: optimizer.expected_update(config, n, grads[n], norm, share=share) for n in small}
+        expected = {n: optimizer.expected_update(config, n, grads[n], norm, **part) for n in small}
         return cls(norm, largest, expected, {n: trained[n].detach().clone() for n in small})
 
 

@@ -98,8 +98,11 @@ class WeightOptimizer(Protocol):
         ...
 
     def step(self, share: float = 1.0) -> float:
-        """Clip by the global norm, update with this share of the learning rate, clear the gradients; returns the
-        gradient norm before the clip."""
+        """Clip by the global norm, update, clear the gradients; returns the gradient norm before the clip.
+
+        Args:
+            share: of the learning rate, which the step uses. It is given where it is not 1 (`Algorithm.step_scale`).
+        """
         ...
 
     @property
@@ -139,7 +142,7 @@ class WeightOptimizer(Protocol):
             gradient: of the parameter, before any clip.
             norm: of all gradients together.
             at: an index of the flattened parameter; then only this element's update is returned.
-            share: of the learning rate, which the step uses.
+            share: as in `step`.
         """
         ...
 
@@ -253,7 +256,7 @@ class Trainer:
             share: of the learning rate, which the step uses.
         """
         lr, scale = self.optimizer.lr * share, self.optimizer.loss_scale
-        norm = self.optimizer.step(share)
+        norm = self.optimizer.step() if share == 1 else self.optimizer.step(share)
         self.learner.train_mode(False)
         scaled = {"optim/loss_scale": Gauge(scale, 1)} if scale != 1 else {}
         if not math.isfinite(norm) and overflow:

@@ -33,6 +33,7 @@ from posttrain.core.streams import (
     START,
     TOP_IDS,
     TOP_LOGP,
+    VALUE,
     VERSION,
     WEIGHT,
     Stream,
@@ -172,6 +173,7 @@ def test_no_stream_is_made_that_is_not_read(a: Algorithm) -> None:
         ENTROPY: True,
         ENERGY: True,
         TOP_IDS: True,
+        VALUE: a.learns_values is not None and a.learns_values.clip is None,
     }
     always = (MU, VERSION, ADVANTAGE, WEIGHT)
     for what in s.streams:
