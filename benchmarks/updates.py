@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 import posttrain
+from benchmarks.algorithms import accuracies
 from benchmarks.updates_regions import (
     ARMS,
     ASIDE,
@@ -114,7 +115,6 @@ def run_of(arm: str, rate: str, seed: int, model: Path, steps: int = STEPS) -> R
         env=base.env,
         evaluation=replace(base.evaluation, samples=2),
         stages=(stage,),
-        record_episodes=False,
     )
 
 
@@ -127,15 +127,15 @@ def play(arm: str, rate: str, seed: int, model: Path, folder: Path, steps: int =
     except posttrain.PosttrainError as error:
         stopped = str(error).split(":")[0][:80]
     lines = reader.steps(out)
-    held = [s.gauges["eval/accuracy"].mean for s in lines if "eval/accuracy" in s.gauges]
+    before, after = (list(accuracies(out, i).values()) for i in (0, steps))
     learned = [s for s in lines if "policy/ratio" in s.gauges]
     solved = [s.gauges["rollout/solved"].mean for s in learned]
     return ArmRow(
         arm,
         rate,
         seed,
-        held[0],
-        held[-1] if not stopped else 0.0,
+        float(np.mean(before)),
+        float(np.mean(after)) if not stopped else 0.0,
         max(solved),
         float(np.mean(solved[-LAST:])),
         mean(learned, "policy/clip_low") + mean(learned, "policy/clip_high"),
@@ -264,6 +264,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(ARMS), help="comma-separated arms")
     parser.add_argument("--rates", default=",".join(RATES))
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time")
+    parser.add_argument("--keep", type=Path, help="folder for the starts, which further calls then find made")
     parser.add_argument("--dry", action="store_true", help="print the rows, write nothing")
     parser.add_argument("--page", action="store_true", help="write the page from the results, run nothing")
     args = parser.parse_args()
@@ -278,7 +279,8 @@ def main() -> None:
                     done = any((r.arm, r.rate, r.seed) == (arm, rate, seed) for r in rows)
                     if done or time.perf_counter() - begun > args.seconds:
                         continue
-                    rows.append(play(arm, rate, seed, start(seed, Path(scratch)), Path(scratch)))
+                    model = start(seed, args.keep or Path(scratch))
+                    rows.append(play(arm, rate, seed, model, Path(scratch)))
                     if not args.dry:
                         write(rows)
                     print(
