@@ -18,19 +18,20 @@ import math
 import platform
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 import posttrain
-from benchmarks.algorithms import accuracies
+from benchmarks.algorithms import accuracies, teacher
 from benchmarks.updates_regions import (
     ARMS,
     ASIDE,
     EPOCHS,
     LEARNED,
+    LINES,
     MINIBATCHES,
     PREDICTIONS,
     PROMPTS,
@@ -47,6 +48,8 @@ from posttrain.recipe.recipes import recipe
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/updates.json"
 PAGE = ROOT / "docs/several-updates.md"
+TEACHING = 40
+"""Steps of the teacher."""
 LAST = 3
 """Steps over whose rollouts the last accuracy on training prompts is taken."""
 
@@ -90,12 +93,14 @@ def start(seed: int, folder: Path) -> Path:
 
 
 def run_of(arm: str, rate: str, seed: int, model: Path, steps: int = STEPS) -> Run:
-    base = recipe("arithmetic")
-    stage = base.stage("rl")
+    """The run of one arm. The teacher of a line that learns from one is made beside the start."""
+    base, algorithm = recipe("arithmetic"), {**ARMS, **LINES}[arm]
+    stage, taught = base.stage("rl"), algorithm.rewards == "none"
     assert isinstance(stage, Reinforce)
     stage = replace(
         stage,
-        algorithm=ARMS[arm],
+        algorithm=algorithm,
+        reference=teacher(seed, TEACHING, model, model.parent / f"teacher-{seed}") if taught else None,
         prompts=PROMPTS,
         siblings=SIBLINGS,
         minibatches=MINIBATCHES,
@@ -172,12 +177,12 @@ def means(rows: Sequence[ArmRow]) -> dict[tuple[str, str], dict[str, float]]:
     return out
 
 
-def table(found: Mapping[tuple[str, str], Mapping[str, float]], rate: str) -> list[str]:
+def table(found: Mapping[tuple[str, str], Mapping[str, float]], rate: str, arms: Iterable[str] = ARMS) -> list[str]:
     lines = [
         "| arm | after | worst seed | last rollouts | clipped | ratio tail | least ESS | moved | step share |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for arm in ARMS:
+    for arm in arms:
         if (f := found.get((arm, rate))) is None:
             continue
         moved = "-" if math.isnan(f["moved"]) else f"{f['moved']:.2g}"
@@ -191,7 +196,7 @@ def table(found: Mapping[tuple[str, str], Mapping[str, float]], rate: str) -> li
 
 def page(rows: Sequence[ArmRow]) -> str:
     """docs/several-updates.md."""
-    found, missing = means(rows), len(ARMS) * len(RATES) * len(SEEDS) - len(rows)
+    found, missing = means(rows), (len(ARMS) * len(RATES) + len(LINES)) * len(SEEDS) - len(rows)
     before = float(np.mean([r.before for r in rows]))
     rates = " and ".join(f"{lr:g} ({n})" for n, lr in RATES.items())
     lines = [
@@ -211,6 +216,7 @@ def page(rows: Sequence[ArmRow]) -> str:
     ]
     for name in RATES:
         lines += [f"## {name.capitalize()}: learning rate {RATES[name]:g}", "", *table(found, name), ""]
+    lines += ["## Lines with credit of their own, mild", "", *table(found, "mild", LINES), ""]
     lines += [
         "*after*: held-out accuracy after the last batch, sampled at temperature 1. *last rollouts*: right answers on",
         f"training prompts, last {LAST} batches. *clipped*: share of tokens with a push of exactly 0. *ratio tail*:",
@@ -247,7 +253,7 @@ def written() -> list[ArmRow]:
 
 
 def write(rows: list[ArmRow]) -> None:
-    order = {name: i for i, name in enumerate(ARMS)}
+    order = {name: i for i, name in enumerate((*ARMS, *LINES))}
     rows = sorted((r for r in rows if r.arm in order), key=lambda r: (order[r.arm], r.rate, r.seed))
     facts = {
         "date": time.strftime("%Y-%m-%d"),
@@ -261,7 +267,7 @@ def write(rows: list[ArmRow]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
-    parser.add_argument("--only", default=",".join(ARMS), help="comma-separated arms")
+    parser.add_argument("--only", default=",".join((*ARMS, *LINES)), help="comma-separated arms")
     parser.add_argument("--rates", default=",".join(RATES))
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time")
     parser.add_argument("--keep", type=Path, help="folder for the starts, which further calls then find made")
@@ -276,6 +282,8 @@ def main() -> None:
         for seed in map(int, args.seeds.split(",")):
             for rate in args.rates.split(","):
                 for arm in args.only.split(","):
+                    if arm in LINES and rate != "mild":
+                        continue
                     done = any((r.arm, r.rate, r.seed) == (arm, rate, seed) for r in rows)
                     if done or time.perf_counter() - begun > args.seconds:
                         continue

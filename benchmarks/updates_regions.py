@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import DR_GRPO, GRPO, VCPO
+from posttrain.core.ladder import DR_GRPO, GRPO, IW_OPD, MOPD, OPD, PPO, V_TRACE, VCPO
 from posttrain.core.pieces.baseline import GroupMean
 from posttrain.core.pieces.pull import TokenL2
 from posttrain.core.pieces.trust import Cap, Clip, Divergence, Geometric, Hump, Soft
@@ -62,12 +62,14 @@ ARMS: dict[str, Algorithm] = {
 }
 """`luspo` weighs tokens by the sum over an answer, which is what it changes of GSPO; `vcpo` has its own baseline,
 `vcpo_step` the group's mean, and both its step size; `seq_is` is `vcpo` without either."""
+LINES: dict[str, Algorithm] = {a.name: a for a in (PPO, V_TRACE, OPD, IW_OPD, MOPD)}
+"""Lines with credit of their own, as the ladder has them: a row each at the mild rate, to see that they learn. The
+teacher of the last three is the start after 40 steps of `dr_grpo` with one update a batch."""
 ASIDE: Mapping[str, str] = {
     "tis, icepop, decoupled_ppo": "factors of start/mu, which is 1 where nothing is stale: they are `clip` here",
     "a3po": "its anchor is found by the versions of tokens, which are all equal here: it compares with the sampler",
     "m2po": "its mask is made from start/mu and so chooses every token: it is `no_clip`, against the sampler",
     "aipo": "the cap of `cispo` at 4, not 5, against the sampler",
-    "v_trace": "needs values, which none of the other arms learns",
     "dr_grpo": f"credit and weight alone ({DR_GRPO.paper}); its trust region is `clip`",
 }
 """Lines of the ladder that are no arm of their own, and why."""
@@ -143,6 +145,11 @@ PREDICTIONS: tuple[Prediction, ...] = (
     Prediction(
         "Hot: `dro` ends within .15 of `no_ratio`: a beta of .05 is too weak to hold it.",
         lambda f: abs(_after(f, "dro") - _after(f, "no_ratio")) < 0.15,
+    ),
+    Prediction(
+        "Mild: `ppo`, `v_trace`, `opd`, `iw_opd` and `mopd` end above the start (added while the arms above were"
+        " running).",
+        lambda f: all(f[a, "mild"]["after"] > f[a, "mild"]["before"] for a in LINES),
     ),
     Prediction(
         "Hot: the further an arm moves from the start of its batch, the lower it ends (rank correlation below -.5).",
