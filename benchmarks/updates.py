@@ -75,8 +75,8 @@ class ArmRow:
     ess: float
     """(mean ratio)^2 / mean squared ratio over tokens, smallest step."""
     moved: float | None
-    """KL from the anchor during the updates, nats a token, mean over the steps; None: it forms no ratio. With staleness
-    0 the sampler is the start of the step, so both anchors are one."""
+    """KL from the start of a step during its updates, nats a token, mean over the steps; None: it forms no ratio. With
+    staleness 0 the sampler is that start too."""
     share: float
     """Share of the learning rate that was used, mean over the steps."""
     stopped: str
@@ -147,11 +147,18 @@ def play(arm: str, rate: str, seed: int, model: Path, folder: Path, steps: int =
         mean(learned, "policy/clip_low") + mean(learned, "policy/clip_high"),
         max(s.gauges["policy/ratio_square"].mean for s in learned),
         min(s.gauges["policy/ratio"].mean ** 2 / s.gauges["policy/ratio_square"].mean for s in learned),
-        mean(learned, "policy/kl_anchor") if {**ARMS, **LINES}[arm].forms_ratio else None,
+        drift(arm, learned),
         mean(learned, "optim/share") if any("optim/share" in s.gauges for s in learned) else 1.0,
         stopped,
         time.perf_counter() - begun,
     )
+
+
+def drift(arm: str, learned: Sequence[Step]) -> float | None:
+    """`ArmRow.moved`."""
+    if any("policy/kl_start" in s.gauges for s in learned):
+        return mean(learned, "policy/kl_start")
+    return mean(learned, "policy/kl_anchor") if {**ARMS, **LINES}[arm].forms_ratio else None
 
 
 def mean(steps: Sequence[Step], gauge: str) -> float:
