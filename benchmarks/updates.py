@@ -228,8 +228,9 @@ def page(rows: Sequence[ArmRow]) -> str:
     lines += [
         "*after*: held-out accuracy after the last batch, sampled at temperature 1. *last rollouts*: right answers on",
         f"training prompts, last {LAST} batches. *clipped*: share of tokens with a push of exactly 0. *ratio tail*:",
-        "mean squared ratio, largest batch and seed. *least ESS*: (mean ratio)^2 / mean squared ratio over tokens,",
-        "smallest batch and seed. *moved*: k3 from the start of the batch, nats a token, while its updates are made.",
+        "mean squared ratio, largest batch and seed, of the arm's own ratio: of tokens, or of whole answers (`gspo`,",
+        "`luspo`, `vespo`, `seq_is`, `vcpo`). *least ESS*: (mean ratio)^2 / mean squared ratio over tokens, smallest",
+        "batch and seed. *moved*: k3 from the start of the batch, nats a token, while its updates are made.",
         "*step share*: of the learning rate. A run that a check stopped counts as accuracy 0.",
         "",
         "## Predicted before the runs",
