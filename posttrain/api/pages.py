@@ -31,6 +31,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 INTRODUCTION = """
 # Algorithms
 
+For people who choose, compare or read an algorithm that learns from rewards. After this page you know its \
+formula as it is computed, what
+it changes on its parent, what it reads and what it costs.
+
 Every algorithm is REINFORCE plus a list of patches (`posttrain/core/ladder.py`). The loss of each is
 
     loss = sum over tokens of weight * ( -sg[c * push] * A * log pi + pull )   + what is listed beside it
@@ -163,6 +167,11 @@ def metrics() -> str:
     lines = [
         HEAD,
         "# Metrics",
+        "",
+        (
+            "For people who look at a number of a run. After this page you know its formula, its unit"
+            " and where it is healthy."
+        ),
         "",
         (
             "Every gauge is a (sum, count), so parts merge by adding; `posttrain/diagnose/gauges.py` is the one"
