@@ -4,6 +4,7 @@ What the built site must do is in tests/site/built.py (`make test-docs`)."""
 from __future__ import annotations
 
 import ast
+import json
 import re
 import xml.etree.ElementTree as xml
 from pathlib import Path
@@ -98,6 +99,33 @@ def test_a_picture_is_of_its_command_and_asks_nobody(picture: object) -> None:
     words = "".join(xml.fromstring(text).itertext()).replace("\xa0", " ")
     assert picture.command in words  # type: ignore[attr-defined]
     assert not re.findall(r"(?:url\(|href=)[\"']?https?://", text) and "/.venv" not in words
+
+
+def test_experiments_stand_by_topic_and_newest_first() -> None:
+    """docs/LOG.md: each topic begins with its table; docs/defects.md: each row names what holds it."""
+    topics = re.split(r"^## ", PAGES["docs/LOG.md"], flags=re.M)[2:]
+    assert len(topics) >= 8
+    for topic in topics:
+        title, _, rest = topic.partition("\n")
+        assert rest.lstrip().startswith("| date | question | predicted | measured |"), title
+        dates = re.findall(r"^\| (\d{4}-\d\d-\d\d) \|", rest, re.M)
+        assert dates and dates == sorted(dates, reverse=True), title
+        headed = re.findall(r"^### (\d{4}-\d\d-\d\d) ", rest, re.M)
+        assert headed and headed == sorted(headed, reverse=True), title
+    rows = re.findall(r"^\| \d{4}-\d\d-\d\d \|.*\| ([^|]*) \|$", PAGES["docs/defects.md"], re.M)
+    assert len(rows) > 20 and all("`" in row for row in rows)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_a_notebooks_page_is_of_this_notebook(path: Path) -> None:
+    """Its cells stand there in order, with what they printed; nothing of the machine that ran them does."""
+    page, at = path.with_suffix(".md").read_text(encoding="utf-8"), 0
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"]).strip("\n")
+        shown = f"```python\n{source}\n```" if cell["cell_type"] == "code" else source
+        assert shown in page[at:], f"run `python -m scripts.site.notebooks {path.stem}`: {source[:60]!r} is not there"
+        at += page[at:].index(shown) + len(shown)
+    assert "```text" in page and not re.search(r"/tmp/|/home/|/root/|Traceback", page)
 
 
 def test_the_site_needs_no_import_of_the_package() -> None:

@@ -13,6 +13,8 @@ from scripts.site.reference import write_reference
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+HOME = "posttrain"
+"""The title of the index, which is no section of the navigation."""
 
 
 def stage(root: Path, into: Path) -> Stage:
@@ -44,7 +46,8 @@ def stage(root: Path, into: Path) -> Stage:
 def contents(found: Stage, into: Path, reference: list[str]) -> None:
     """The navigation: the sections of the index, and what examples, the tour and the reference hold below theirs."""
     lines = list[str]()
-    for title, links in outline(found.pages["docs/README.md"]):
+    sections = [s for s in outline(found.pages["docs/README.md"]) if s[0] not in ("", HOME)]
+    for title, links in sections:
         targets = dict.fromkeys(found._to(_normal(link), "", "docs/README.md", "index") for link in links)
         pages = [t.removesuffix(".md") for t in targets if not t.startswith("source/")]
         if pages:

@@ -20,6 +20,7 @@ html_show_sourcelink = False
 html_show_sphinx = False
 html_show_copyright = False
 html_static_path = ["static"]
+html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
 html_last_updated_fmt = None
 pygments_style = "friendly"

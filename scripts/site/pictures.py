@@ -19,15 +19,10 @@ from rich.text import Text
 
 ROOT = Path(__file__).parents[2]
 INTO = ROOT / "docs/pictures"
-COLUMNS = 100
-THEME = TerminalTheme(
-    (30, 33, 39),
-    (220, 223, 228),
-    [(40, 44, 52), (224, 108, 117), (152, 195, 121), (229, 192, 123), (97, 175, 239), (198, 120, 221), (86, 182, 194)]
-    + [(220, 223, 228)],
-    [(120, 128, 142), (224, 108, 117), (152, 195, 121), (229, 192, 123), (97, 175, 239), (198, 120, 221)]
-    + [(86, 182, 194), (255, 255, 255)],
-)
+COLUMNS = 92
+DARK = (40, 44, 52), (224, 108, 117), (152, 195, 121), (229, 192, 123), (97, 175, 239), (198, 120, 221), (86, 182, 194)
+LIGHT = (120, 128, 142), *DARK[1:], (255, 255, 255)
+THEME = TerminalTheme((30, 33, 39), (220, 223, 228), [*DARK, (220, 223, 228)], list(LIGHT))
 FONT = re.compile(r"@font-face \{.*?\}\s*", re.S)
 """rich's pictures ask another host for a font; these take the reader's own."""
 
@@ -44,15 +39,15 @@ class Picture:
 
 BEFORE = (
     "posttrain run ladder --out runs/ladder",
-    "posttrain run grpo rl.steps=20 --out runs/mine",
+    "posttrain run arithmetic rl.steps=12 --out runs/mine",
 )
 """What the pictures show the results of."""
 PICTURES = (
     Picture("first-run", "posttrain summary runs/ladder"),
     Picture("diff", "posttrain ladder --diff grpo dapo"),
     Picture("check", "posttrain check arithmetic"),
-    Picture("show", "posttrain show runs/ladder", last=26),
-    Picture("compare", "posttrain ladder --on runs/mine algorithms=grpo,dapo,dr_grpo,cispo"),
+    Picture("show", "posttrain show runs/mine", last=30),
+    Picture("compare", "posttrain ladder --on runs/mine --against dapo,maxrl,cispo"),
 )
 
 
