@@ -129,9 +129,9 @@ def test_a_notebooks_page_is_of_this_notebook(path: Path) -> None:
 
 
 def test_the_site_needs_no_import_of_the_package() -> None:
-    """It is built where torch is not installed."""
+    """It is built where torch is not installed; only what runs programs for its pictures and outputs needs it."""
     for path in (ROOT / "scripts/site").glob("*.py"):
-        if path.name != "pictures.py":
+        if path.name not in ("pictures.py", "notebooks.py", "examples.py"):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             named = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
             assert not [m for m in named if m.split(".")[0] in ("posttrain", "tests", "torch")], path.name

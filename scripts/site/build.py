@@ -28,10 +28,10 @@ def stage(root: Path, into: Path) -> Stage:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
-    reference = write_reference(found, write)
+    write_reference(found, write)
     for path in found.pages:
         write(place(path), found.page(path))
-    contents(found, into, reference)
+    contents(found, into)
     written: set[str] = set()
     while left := found.sources - written:
         for file in sorted(left):
@@ -43,8 +43,8 @@ def stage(root: Path, into: Path) -> Stage:
     return found
 
 
-def contents(found: Stage, into: Path, reference: list[str]) -> None:
-    """The navigation: the sections of the index, and what examples, the tour and the reference hold below theirs."""
+def contents(found: Stage, into: Path) -> None:
+    """The navigation: the sections of the index, and what examples and the tour hold below theirs."""
     lines = list[str]()
     sections = [s for s in outline(found.pages["docs/README.md"]) if s[0] not in ("", HOME)]
     for title, links in sections:
@@ -54,7 +54,6 @@ def contents(found: Stage, into: Path, reference: list[str]) -> None:
             lines += tree(pages, title)
     _add(into / "index.md", lines)
     _add(into / "reference.md", ["", "[Every public name](reference/index.md)", *tree(["reference/index"])])
-    _add(into / "reference/index.md", tree([p.removeprefix("reference/") for p in reference]))
     for folder in ("examples", "tour"):
         below = [
             place(p) for p in found.pages if p.startswith(f"{folder}/") and PurePosixPath(p).parts[1:] != ("README.md",)

@@ -60,10 +60,14 @@ def _shown(name: str, outputs: list[Any], pictures: dict[str, bytes]) -> Iterato
         yield _block(text)
 
 
+def plain(text: str) -> str:
+    """Output as a terminal leaves it: without colours, and a line that was written over is its last state."""
+    bare = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2].rstrip() for line in bare.strip("\n").split("\n"))
+
+
 def _block(text: str) -> str:
-    """Output as a terminal leaves it: a line that was written over is its last state."""
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in plain.strip("\n").split("\n")]
+    lines = plain(text).split("\n")
     if len(lines) > LONGEST:
         lines = [*lines[: LONGEST // 2], f"... {len(lines) - LONGEST} lines ...", *lines[-LONGEST // 2 :]]
     return "```text\n" + "\n".join(lines) + "\n```"

@@ -1,5 +1,5 @@
-"""Pictures of what people see in a terminal: `python -m scripts.site.pictures` runs each command in a terminal of its
-own and draws what it printed into docs/pictures. It needs posttrain, and takes some minutes."""
+"""Pictures of what people see in a terminal: `python -m scripts.site.pictures [NAME ...]` runs each command in a
+terminal of its own and draws what it printed into docs/pictures. It needs posttrain, and takes some minutes."""
 
 from __future__ import annotations
 
@@ -77,18 +77,20 @@ def printed(command: str, folder: Path) -> str:
     return out.decode(errors="replace").replace("\r\n", "\n")
 
 
-def drawn(picture: Picture, text: str) -> str:
+def drawn(picture: Picture, said: str) -> str:
     """The picture as SVG, with the command above what it printed."""
-    lines = text.rstrip("\n").split("\n")
+    lines = said.rstrip("\n").split("\n")
     shown = lines[picture.first : picture.last]
     if len(shown) < len(lines[picture.first :]):
         shown.append("...")
+    texts = [Text.from_ansi(line) for line in shown]
+    wide = max(80, *(text.cell_len for text in texts)) + 1
     console = Console(
-        record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False
+        record=True, width=wide, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False
     )
     console.print(Text(f"$ {picture.command}", style="bold"))
-    for line in shown:
-        console.print(Text.from_ansi(line), no_wrap=True, overflow="crop")
+    for text in texts:
+        console.print(text, no_wrap=True, overflow="crop")
     svg = console.export_svg(title="", theme=THEME, unique_id=picture.name)
     return FONT.sub("", svg).replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace")
 
@@ -101,7 +103,7 @@ def main() -> None:
         for command in BEFORE:
             if not (folder / command.rpartition(" ")[2]).exists():
                 printed(command, folder)
-        for picture in PICTURES:
+        for picture in [p for p in PICTURES if p.name in sys.argv[1:] or not sys.argv[1:]]:
             svg = drawn(picture, printed(picture.command, folder))
             (INTO / f"{picture.name}.svg").write_text(svg, encoding="utf-8")
             print(f"docs/pictures/{picture.name}.svg", flush=True)

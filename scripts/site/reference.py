@@ -42,15 +42,18 @@ def load(root: Path) -> griffe.Module:
     return found
 
 
-def write_reference(stage: Stage, write: Written) -> list[str]:
-    """Writes a page for each public module and each room, and their index; returns the pages' places."""
-    package, places, index = load(stage.root), list[str](), [INTRODUCTION]
+ORPHAN = "---\norphan: true\n---\n\n"
+"""Above pages that the navigation leaves out: their index lists them, and a navigation of hundreds helps nobody."""
+
+
+def write_reference(stage: Stage, write: Written) -> None:
+    """Writes a page for each public module and each room, and their index."""
+    package, index = load(stage.root), [INTRODUCTION]
     for group, modules in public(stage.root):
         index += [f"## {group}", "", "| name | what it is |", "|---|---|"]
         for module, names in modules:
             here = f"reference/{module}"
-            write(here, stage.text(module_page(package, module, names), _file(package, module), here))
-            places.append(here)
+            write(here, ORPHAN + stage.text(module_page(package, module, names), _file(package, module), here))
             for name in names:
                 what = summary(_member(package, module, name))
                 index.append(f"| [`{name}`]({module}.md#{name.lower()}) | {_cell(what)} |")
@@ -60,11 +63,9 @@ def write_reference(stage: Stage, write: Written) -> list[str]:
         m for m in package.modules if not package.modules[m].is_alias and package.modules[m].is_init_module
     ):
         here = f"reference/room-{room}"
-        write(here, stage.text(room_page(package, room), f"posttrain/{room}/__init__.py", here))
-        places.append(here)
+        write(here, ORPHAN + stage.text(room_page(package, room), f"posttrain/{room}/__init__.py", here))
         index.append(f"- [`posttrain/{room}`](room-{room}.md): {summary(package[room])}")
     write("reference/index", "\n".join(index) + "\n")
-    return places
 
 
 INTRODUCTION = """# Reference
