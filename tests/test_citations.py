@@ -24,6 +24,7 @@ CITING = [
 CITING.remove(Path(__file__))
 """Every file that may cite, but this one, whose examples lead nowhere."""
 SURVEY = re.compile(r"(?<![\w-])[A-E]\d{2}\b")
+EFFECT = re.compile(r"\bF\.\d(?:\.\d)?(?: items? (\d+(?:(?:, | and )\d+)*))?")
 ARXIV = re.compile(r"(?<![\d.])\d{4}\.\d{5}\b(?!\.\d)")
 NUMBERED = re.compile(r"\b(law|pain|trap|gap)s? (\d+(?:(?:, | and )\d+)*)\b(?![.,]\d)", re.I)
 GAP = re.compile(r"\bG\d{1,2}\b")
@@ -38,6 +39,9 @@ def entries() -> frozenset[str]:
     """Every mark that may be cited: `A19`, `law 3`, `pain 16`, `trap 4`, `sandbox trap 7`, `G17`, an arXiv id."""
     page = {n: (DOCS / f"{n}.md").read_text() for n in ("papers", "laws", "pains", "hostile-cases")}
     found = re.findall(r"^### ([A-E]\d{2})\. ", page["papers"], re.M) + ARXIV.findall(page["papers"])
+    effects = page["papers"].partition("### F.2. ")[2].partition("\n### ")[0]
+    found += [f"F.2 item {n}" for n in re.findall(r"^\| (\d+) \|", effects, re.M)] + ["F.3"]
+    found += re.findall(r"^### (F\.\d(?:\.\d)?)\. ", page["papers"], re.M)
     found += [x.lower() for x in re.findall(r"^## (Law \d+)\. ", page["laws"], re.M)]
     found += [x.lower() for x in re.findall(r"^### ((?:Pain|Trap) \d+)\. ", page["pains"], re.M)]
     found += re.findall(r"^\| (G\d+) \|", page["pains"], re.M)
@@ -49,6 +53,9 @@ def cited(text: str, path: str) -> Iterator[str]:
     """The marks that a text cites."""
     made_up = INVENTED.get(path, set[str]())
     yield from (x for x in (*SURVEY.findall(text), *ARXIV.findall(text)) if x not in made_up)
+    for effect in EFFECT.finditer(text):
+        head = effect[0].partition(" ")[0]
+        yield from ([f"{head} item {n}" for n in re.findall(r"\d+", effect[1])] if effect[1] else [head])
     for kind, numbers in NUMBERED.findall(text):
         named = "sandbox trap" if kind.lower() == "trap" and SANDBOX.fullmatch(path) else kind.lower()
         if named != "gap":
@@ -82,6 +89,7 @@ def test_the_pages_are_whole() -> None:
 def test_the_test_itself_finds_what_leads_nowhere() -> None:
     text = "(A99), arXiv 2599.99999, law 9, laws 2 and 31, Pain 26, trap 21; A05, 2402.03300, Laws 2, 3 and 6, trap 4"
     assert nowhere(text, "posttrain/x.py") == ["2599.99999", "A99", "law 31", "law 9", "pain 26", "trap 21"]
+    assert nowhere("F.2 item 3, F.2 items 2 and 99, F.1.9, F.3.2", "x") == ["F.1.9", "F.2 item 99"]
     assert nowhere("trap 15, trap 14", "docs/hostile-cases.md") == ["sandbox trap 15"]
     assert nowhere('source="G31; G17"', "posttrain/faults/world.py") == ["G31"]
     assert "pain 10" in set(cited("(pain 10, trl#2175)", "x")) and not list(cited("gap 1.8, B2, sha A123", "x"))

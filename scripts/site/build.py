@@ -15,6 +15,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 HOME = "posttrain"
 """The title of the index, which is no section of the navigation."""
+TITLES = {"readme": "Readme <readme>"}
+"""Pages that the navigation calls otherwise than their own title does."""
 
 
 def stage(root: Path, into: Path) -> Stage:
@@ -49,7 +51,7 @@ def contents(found: Stage, into: Path) -> None:
     sections = [s for s in outline(found.pages["docs/README.md"]) if s[0] not in ("", HOME)]
     for title, links in sections:
         targets = dict.fromkeys(found._to(_normal(link), "", "docs/README.md", "index") for link in links)
-        pages = [t.removesuffix(".md") for t in targets if not t.startswith("source/")]
+        pages = [TITLES.get(p, p) for t in targets if not t.startswith("source/") and (p := t.removesuffix(".md"))]
         if pages:
             lines += tree(pages, title)
     _add(into / "index.md", lines)
