@@ -169,7 +169,7 @@ class Window:
         wide = self.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         if wide[0] > wide[1]:
             self.wrong.append(f"wider than the window: {wide[0]} of {wide[1]} pixels, {self._widest(wide[1])}")
-        if not self.page.locator("h1").count():
+        if not self.page.locator("h1, h2").count():
             self.wrong.append("no title")
         return [f"{path}: {x}" for x in self.wrong]
 
