@@ -4,6 +4,7 @@ with its pictures. It needs posttrain with its notebook extra and nbclient, and 
 from __future__ import annotations
 
 import base64
+import os
 import re
 import sys
 import tempfile
@@ -75,6 +76,7 @@ def _block(text: str) -> str:
 
 def main() -> None:
     chosen = sys.argv[1:]
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # so that advice says `posttrain`
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         if chosen and path.stem not in chosen:
             continue
