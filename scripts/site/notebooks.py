@@ -61,6 +61,10 @@ def _shown(name: str, outputs: list[Any], pictures: dict[str, bytes]) -> Iterato
         yield _block(text)
 
 
+WARNED = re.compile(r"^\S*site-packages\S* \w+Warning: .*\n(?:  .*\n)?", re.M)
+"""What another package warns of on the machine that runs the notebook."""
+
+
 def plain(text: str) -> str:
     """Output as a terminal leaves it: without colours, and a line that was written over is its last state."""
     bare = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
@@ -68,7 +72,7 @@ def plain(text: str) -> str:
 
 
 def _block(text: str) -> str:
-    lines = plain(text).split("\n")
+    lines = WARNED.sub("", f"{plain(text)}\n").strip("\n").split("\n")
     if len(lines) > LONGEST:
         lines = [*lines[: LONGEST // 2], f"... {len(lines) - LONGEST} lines ...", *lines[-LONGEST // 2 :]]
     return "```text\n" + "\n".join(lines) + "\n```"
