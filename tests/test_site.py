@@ -128,6 +128,18 @@ def test_a_notebooks_page_is_of_this_notebook(path: Path) -> None:
     assert "```text" in page and not re.search(r"/tmp/|/home/|/root/|venv/bin|site-packages|Traceback", page)
 
 
+def test_what_an_example_prints_is_of_its_commands() -> None:
+    """Each command of the last section stands above it, in order; nothing of the machine that ran it is there."""
+    shown = {p: PAGES[p].partition("\n## What it prints\n") for p in PAGES if "\n## What it prints\n" in PAGES[p]}
+    assert len(shown) >= 6
+    for path, (above, _, said) in shown.items():
+        at = 0
+        for command in re.findall(r"^\$ (.+)$", said, re.M):
+            assert command in above[at:], f"run `python -m scripts.site.examples`: {path} has no {command!r}"
+            at += above[at:].index(command)
+        assert not re.search(r"/tmp/|/home/|/root/|venv/bin|site-packages|Traceback", said), path
+
+
 def test_the_site_needs_no_import_of_the_package() -> None:
     """It is built where torch is not installed; only what runs programs for its pictures and outputs needs it."""
     for path in (ROOT / "scripts/site").glob("*.py"):

@@ -151,7 +151,7 @@ class Window:
         self.page.route("**/*", self._routed)
         self.page.on("console", lambda m: self.wrong.append(f"console: {m.text}") if m.type == "error" else None)
         self.page.on("pageerror", lambda e: self.wrong.append(f"script: {e}"))
-        self.page.on("requestfailed", lambda r: self.wrong.append(f"request failed: {r.url}"))
+        self.page.on("requestfailed", self._failed)
         self.page.on("response", lambda r: self.wrong.append(f"{r.status}: {r.url}") if r.status >= 400 else None)
 
     def _routed(self, route: Any) -> None:
@@ -162,6 +162,10 @@ class Window:
             self.wrong.append(f"asks another host: {url}")
             route.abort()
 
+    def _failed(self, request: Any) -> None:
+        if request.failure != "net::ERR_ABORTED":  # an icon that was still on its way when the next page was opened
+            self.wrong.append(f"request failed: {request.url}, {request.failure}")
+
     def open(self, path: str) -> list[str]:
         """What is wrong with a page."""
         self.wrong.clear()
@@ -169,7 +173,7 @@ class Window:
         wide = self.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         if wide[0] > wide[1]:
             self.wrong.append(f"wider than the window: {wide[0]} of {wide[1]} pixels, {self._widest(wide[1])}")
-        if not self.page.locator("h1, h2").count():
+        if not self.page.locator("h1, #search-results").count():
             self.wrong.append("no title")
         return [f"{path}: {x}" for x in self.wrong]
 
