@@ -183,7 +183,7 @@ def test_staleness_zero_through_the_queue_is_the_synchronous_run(
     def queue(self: ReinforceDriver, prompts: Prompts, sampling: Any) -> GroupSource:
         stage, state = self.stage, self.state
         of = (self.setting.rollout, prompts, sampling, "train/rl", stage.algorithm.request(stage))
-        made.append(GroupQueue(*of, state.step + 1, stage.steps, 0, True, deque(maxlen=1)))
+        made.append(GroupQueue(*of, state.step + 1, stage.steps, 0, True, deque(maxlen=1), self.parts.idle))
         return made[-1]
 
     monkeypatch.setattr(ReinforceDriver, "_groups", queue)
