@@ -240,6 +240,11 @@ def page(rows: Sequence[LineRow]) -> str:
     lines = [
         "# Preference lines side by side",
         "",
+        (
+            "For people who compare preference algorithms. After this page you know what each reached"
+            " from the same start and judgements."
+        ),
+        "",
         f"Same start, same judgements, {STEPS} steps of {BATCH} each at one learning rate, seeds"
         f" {', '.join(str(s) for s in sorted({r.seed for r in rows}))}; world `replies`,",
         f"{HELD} held-out tasks. Means over tasks, with their 95 % interval's lower end; **no**: that is not above .5.",

@@ -248,7 +248,7 @@ def _(real: Real) -> Real:
     seam="posttrain.core.types:outcome",
     what="the outcome adds all reward sources with weight 1",
     harm="a small format bonus outweighs being right",
-    source="trap 7; G9",
+    source="G9",
     shows=("env.rewards=contains", "env.rewards.0.weight=0.1"),
 )
 def _(real: Real) -> Real:
