@@ -165,6 +165,7 @@ class Measure:
         await parts.publish()
         sampling = Sampling(max_tokens=MAX_TOKENS).resolve(parts.stop_ids, parts.spell)
         found = await evaluate(parts.rollout, parts.environment.heldout, sampling, run.evaluation)
+        parts.sampler.gauges()  # so that a step's counters are its own
         return np.array([[self._utility(g.task, e.text) for e in g.episodes] for g in found.groups])
 
 

@@ -47,6 +47,7 @@ FAILS: Mapping[str, PredictedFailure] = {
     "exo": PredictedFailure((0.2,), "its link eases off at log-odds of 6.9, which are 69 nats, so " + _PUSHES),
     "simpo": PredictedFailure((0.2,), "neither a reference nor a likelihood holds it, and " + _PUSHES),
 }
-"""All other lines are predicted to pass at both shares. `xpo` and `nash_md` joined the table after the first 27 runs, none
-of them theirs; of them it was written down, before their own, that both pass: `xpo` is `oaif` with the start as the
-second speaker, and the probabilities of `nash_md`, at most .23 from one half here, outweigh a KL of .1 near the start."""
+"""All other lines are predicted to pass at both shares. `xpo` and `nash_md` joined the table after the first 27 runs,
+none of which were theirs. Of them it was written down before their own runs that both pass: `xpo` is `oaif` with the
+start as second speaker, and the probabilities of `nash_md`, at most .23 from one half here, outweigh a KL of .1 near
+the start."""

@@ -316,7 +316,13 @@ class Dialogue(Protocol):
 class PairRenderer(Protocol):
     """Demonstrations as tokens."""
 
-    def pair(self, prompt: str | Sequence[Message], completion: str, task: str = "") -> tuple[np.ndarray, np.ndarray]:
+    def pair(
+        self,
+        prompt: str | Sequence[Message],
+        completion: str,
+        task: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(prompt ids, completion ids that end in exactly one stop token), int32. Errors name the task."""
         ...
 
