@@ -75,7 +75,7 @@ ARMS: Mapping[str, Arm] = {
 }
 FREE, HELD, TIGHT, MEAN, PESSIMIST, WORST, MANY = ARMS
 SHARES = (0.01, 0.3)
-"""Shares of the language head's loss in a regularised reward model; .01 is the paper's."""
+"""Shares of the language head's loss in a regularised reward model; .01 is that of the authors' code."""
 
 
 def base(seed: int) -> Run:

@@ -54,8 +54,8 @@ class RewardModel(Stage):
     completion. dpo: DPO with the model that the stage begins with as its reference, the closed form of a reward model
     against its own KL-regularised policy. dpo_free: DPO without a reference."""
     alpha: float = 0.01
-    """With regularise: the loss is (1 - alpha) of the pairs' and alpha of the language head's; .01 and .001 are those
-    of the paper."""
+    """With regularise: the loss is (1 - alpha) of the pairs' and alpha of the language head's, .01 as in the authors'
+    code."""
     beta: float = 0.1
     """With regularise: what multiplies log-probs in the language head's loss, summed over a completion."""
     too_long: Literal["refuse", "skip"] = "refuse"
