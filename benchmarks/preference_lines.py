@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from preference_predictions import BATCH, FAILS, LR, STEPS
+from preference_predictions import BATCH, FAILS, FOUND, LR, STEPS
 
 import posttrain
 from posttrain.algorithm.preference_whole import scores_of
@@ -264,6 +264,13 @@ def page(rows: Sequence[LineRow]) -> str:
     lines += ["", "Predicted to fail, before any of these runs, and why:", ""]
     lines += [
         f"- `{name}` at noise {', '.join(f'{n:g}' for n in told.noise)}: {told.why}." for name, told in FAILS.items()
+    ]
+    lines += ["", "Looked into afterwards:", ""]
+    lines += [f"- `{name}`: {said}." for name, said in FOUND.items()]
+    lines += [
+        "- Equal to the last digit: `slic` and `rso`, which differ in how pairs are drawn, and here they are given;"
+        " `kto` and `apo_zero_unpaired`, which differ by KTO's z, and it stays 0 here, because completions get less"
+        " likely under the prompts of others."
     ]
     made = {(r.line, r.seed, r.noise) for r in rows}
     if missing := [x for x in every(PREFERENCES, SEEDS, NOISES) if x not in made]:
