@@ -24,7 +24,8 @@ PUBLIC = {
     "posttrain.api.compare": "compare",
     "posttrain.api.plots": "plot",
     # a run as data
-    "posttrain.core.run": "Run Model Supervised Reinforce Evaluation",
+    "posttrain.core.run": "Run Model Supervised Evaluation",
+    "posttrain.core.reinforce": "Reinforce",
     "posttrain.core.rejection": "Rejection RejectionMethod",
     "posttrain.core.reward_model": "RewardModel",
     "posttrain.core.stage": "Stage Optimizer",
@@ -114,7 +115,7 @@ PUBLIC = {
     "posttrain.diagnose.reward_quality": "calibration debias",
     "posttrain.diagnose.outcome": "RunOutcome read_outcome",
     "posttrain.diagnose.compared": "RunComparison",
-    "posttrain.diagnose.gauges": "Definition",
+    "posttrain.diagnose.gauge_definition": "Definition",
     "posttrain.diagnose.rule": "Finding",
     "posttrain.diagnose.said": "RepeatedNote findings_of",
     "posttrain.faults.registry": "Fault",

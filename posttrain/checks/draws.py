@@ -270,6 +270,7 @@ def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
 class DrawsCheck(Observer):
     """Draws are tested in the first 16 steps and in every eighth later one. Siblings are compared in every step.
 
+    Where samples may be older than the learner, draws are tested by `ProbeCheck` instead.
     With oversampling nothing is bet: which answers are kept then depends on their lengths.
     """
 
@@ -284,32 +285,33 @@ class DrawsCheck(Observer):
             case PlayedEvent(e) if not roles.stage.oversample:
                 apart = unmeasured(roles.run.model.dtype, roles.sampling.temperature).worst
                 return ObserverReport(bet_on_siblings(self._bets.siblings, e.played, apart))
-            case ScoredEvent(e, _) if e.index <= 16 or e.index % 8 == 0:
-                return ObserverReport(self._probe(roles, e))
+            case ScoredEvent(e, _) if not roles.stage.most_behind and (e.index <= 16 or e.index % 8 == 0):
+                return ObserverReport(self._test(roles, e))
             case _:
                 return None
 
-    def _probe(self, roles: ReinforceRoles, e: Experience) -> Gauges:
+    def _test(self, roles: ReinforceRoles, e: Experience) -> Gauges:
         """Test draws of the first groups, whose number is fixed.
 
         How many further groups are played, and which ones pass the filter, depends on the answers.
         """
         episodes = [x for g in e.played[: roles.stage.prompts] for x in g.episodes]
-        first, dtype = e.index * 7 % len(episodes), roles.run.model.dtype
-        if roles.sync.sampler.draws_by_place:
-            if (looked := look(episodes, first)) is None:
-                return {}
-            uniform = uniforms(looked, roles.run.seed, roles.stream)
-            return drawn_again(
-                looked,
-                roles.learner.odds(looked.packed),
-                uniform,
-                lambda: noise(dtype, roles.learner, looked.packed),
-                roles.text,
-            )
-        if roles.stage.oversample:
+        if roles.stage.oversample and not roles.sync.sampler.draws_by_place:
             return {}
-        odds = lambda packed: roles.learner.odds(packed, TEMPERATURES)  # noqa: E731
-        cheap, believed = dtype == "float32", unmeasured(dtype, roles.sampling.temperature).worst
-        apart = lambda packed: believed if cheap else noise(dtype, roles.learner, packed)  # noqa: E731
-        return bet_on_answers(self._bets.draws, episodes, first, odds, apart)
+        return draws_are_true(roles, self._bets, episodes, e.index * 7 % len(episodes), roles.stream)
+
+
+def draws_are_true(roles: ReinforceRoles, bets: Bets, episodes: Sequence[Episode], first: int, stream: str) -> Gauges:
+    """Test draws of the learner's own weights, from episode `first` on: repeat them, or bet on them where the engine
+    does not draw by place. `stream` is that of the episodes' random numbers."""
+    dtype = roles.run.model.dtype
+    if roles.sync.sampler.draws_by_place:
+        if (looked := look(episodes, first)) is None:
+            return {}
+        uniform = uniforms(looked, roles.run.seed, stream)
+        apart = lambda: noise(dtype, roles.learner, looked.packed)  # noqa: E731
+        return drawn_again(looked, roles.learner.odds(looked.packed), uniform, apart, roles.text)
+    odds = lambda packed: roles.learner.odds(packed, TEMPERATURES)  # noqa: E731
+    cheap, believed = dtype == "float32", unmeasured(dtype, roles.sampling.temperature).worst
+    of = lambda packed: believed if cheap else noise(dtype, roles.learner, packed)  # noqa: E731
+    return bet_on_answers(bets.draws, episodes, first, odds, of)

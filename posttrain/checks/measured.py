@@ -56,5 +56,5 @@ class EvaluationCheck(Observer):
 
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         if isinstance(event, EvaluatedEvent):
-            said_by_these_weights(event.report.groups, event.version, event.version)
+            said_by_these_weights(event.report.groups, (event.version,))
             measured_right(event.report)

@@ -49,7 +49,7 @@ class ResumeCheck(Observer):
         taken = sum(s.gauges["optim/steps"].sum for s in steps if "optim/steps" in s.gauges)
         remembered = roles.trainer.optimizer.state_tensors().get("steps")
         goes_on(
-            walked.sum if walked else None, roles.prompts.cursor, taken, None if remembered is None else int(remembered)
+            walked.sum if walked else None, roles.groups.cursor, taken, None if remembered is None else int(remembered)
         )
 
 

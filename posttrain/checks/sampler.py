@@ -114,23 +114,23 @@ def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None
         )
 
 
-def said_by_these_weights(groups: Sequence[Group], begun: int, now: int) -> None:
-    """No spoken token is older than the weights at the start of its rollout, or newer than the learner's.
+def said_by_these_weights(groups: Sequence[Group], promised: Sequence[int]) -> None:
+    """Every spoken token was said by one of the versions that were promised; the last of them is the learner's.
 
-    If rollouts do not run ahead of updates, the two are one version.
+    If samples may not be older than the learner, that is the only one. With `staleness=K` they are those of the learner
+    at the beginning of this step and of the K steps before it.
     """
+    now, others = promised[-1], sorted({*promised[:-1]} - {promised[-1]})
     for g in groups:
         for e in g.episodes:
             for s in e.segments:
-                other = s.version[
-                    s.mask & ((s.version < begun) | (s.version > now)) & ~np.isin(s.version, (SHOWN, OPPOSED))
-                ]
+                other = s.version[s.mask & ~np.isin(s.version, (*promised, SHOWN, OPPOSED))]
                 if len(other):
+                    also = f" and samples may also be of {', '.join(map(str, others))}" if others else ""
                     raise InvariantError(
                         f"task {g.task.id!r} has tokens said by version {int(other[0])}, while the learner holds"
-                        f" version {now}{f' and the rollout began under {begun}' if begun != now else ''}. Either a"
-                        " weight sync did not happen, or tokens are stamped with another version than the one that"
-                        " said them; both make every ratio wrong"
+                        f" version {now}{also}. Either a weight sync did not happen, or tokens are stamped with another"
+                        " version than the one that said them; both make every ratio wrong"
                     )
 
 
@@ -183,7 +183,7 @@ class SamplerCheck(Observer):
         match event:
             case PlayedEvent(e):
                 masks_cover_what_was_said(e.played, int(e.engine["engine/tokens"].sum))
-                said_by_these_weights(e.played, e.version, roles.trainer.version)
+                said_by_these_weights(e.played, (*e.promised[:-1], roles.trainer.version))
                 stops_are_true(e.played, roles.sampling.stop_ids or (), roles.sampling.max_tokens)
             case ScoredEvent(e, groups):
                 if roles.reference is not None:

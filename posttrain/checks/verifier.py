@@ -60,7 +60,7 @@ class VerifierCheck(Observer):
             warned = await self._rejudged.after(
                 roles.rollout.environment, e.played, StepNumber(step.index, roles.stage.steps)
             )
-        return ObserverReport({**self._rejudged.mute(e.played), "rollout/walked": Gauge(e.prompts.cursor, 1)}, warned)
+        return ObserverReport({**self._rejudged.mute(e.played), "rollout/walked": Gauge(e.walked, 1)}, warned)
 
     def _enough_judged(self, roles: JudgedRoles, e: Experience) -> None:
         episodes = [x for g in e.played for x in g.episodes]

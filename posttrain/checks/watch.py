@@ -19,6 +19,7 @@ from posttrain.checks.preference_data import JudgementCheck
 from posttrain.checks.preference_loss import PreferenceLossCheck
 from posttrain.checks.preference_online import OnlineLossCheck, OpponentCheck, SampledPairCheck
 from posttrain.checks.preference_reference import ReferenceCheck
+from posttrain.checks.probe_round import ProbeCheck
 from posttrain.checks.ranking import RankingCheck
 from posttrain.checks.rejection import RejectionCheck, RoundVerifierCheck
 from posttrain.checks.resume import OptimizerResumeCheck, RestoreCheck, ResumeCheck
@@ -38,7 +39,7 @@ from posttrain.role.events import Observer, Observers
 
 def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a reinforcement stage, in the order in which they get events."""
-    history = StageHistory(steps)
+    history, bets = StageHistory(steps), Bets.of(kept.get("bets"))
     return [
         ResumeCheck(history),
         LossCheck(),
@@ -48,7 +49,8 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         CreditCheck(),
         SamplerCheck(fresh=not steps),
         TaskCheck(),
-        DrawsCheck(Bets.of(kept.get("bets"))),
+        DrawsCheck(bets),
+        ProbeCheck(bets),
         VerifierCheck(history),
         RewardModelCheck(),
         ChangeGauges(),

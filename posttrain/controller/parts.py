@@ -135,6 +135,14 @@ class RunParts:
         if self.sampler.version != self.version:
             await self.sync.push(self.version)
 
+    def known(self, sampling: Sampling, environment: Environment, judges: tuple[str, ...]) -> EvaluationReport | None:
+        """The last evaluation, where it was made of these weights in the same way."""
+        last = self.measured
+        if last is None or last.environment is not environment:
+            return None
+        same = (last.version, last.sampling, last.judges) == (self.version, sampling, judges)
+        return last.report if same else None
+
     async def evaluate(self, setting: StageSetting, sampling: Sampling) -> EvaluationReport:
         """Evaluate the learner's weights on held-out tasks."""
         await self.publish()

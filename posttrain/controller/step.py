@@ -4,7 +4,7 @@ A reinforcement step is two functions with an `Experience` between them. `ask` p
 `learn` does the rest. A step that learns from data is `learn_from`. The checks are not called here: they observe the
 events that a step emits (`role.events`).
 
-consumes   prompts from `ReinforceRoles.prompts`, and the weights of the last push
+consumes   groups from `ReinforceRoles.groups`, and the weights of the last push
 waits for  the rollouts of every group of the step, then the learner
 produces   new weights at the sampler, and one `Step` for the record
 """
@@ -22,7 +22,7 @@ from posttrain.algorithm.steer import AdaptiveState, remember, standing, steered
 from posttrain.controller.left_out import left_out
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
-from posttrain.core.experience import Experience, PromptState
+from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.request import PassRate, StepNumber
 from posttrain.core.scored import Credit
@@ -38,16 +38,21 @@ from posttrain.role.trainer import NAMED, NonFiniteGradient
 
 
 async def ask(roles: ReinforceRoles, index: int) -> Experience:
-    """Play and judge the groups of step `index`, counted from 1."""
-    version, asked = roles.trainer.version, roles.stage.algorithm.request(roles.stage)
+    """Play and judge the groups of step `index`, counted from 1, or take those that were played ahead."""
+    asked = roles.stage.algorithm.request(roles.stage)
     request = replace(asked, at=StepNumber(index, roles.stage.steps))
     with roles.clock.of("rollout"):
-        played, passed = await roles.rollout.until(
-            roles.prompts, request, roles.sampling, roles.stream, roles.adaptive.rate
-        )
-        roles.prompts.learn(played)
-    prompts = PromptState(roles.prompts.cursor, dict(roles.prompts.rates), dict(roles.prompts.visits))
-    return Experience(index, version, played, passed, request.groups, roles.sync.sampler.gauges(), prompts)
+        taken = await roles.groups.take(index, request, roles.trainer.version, roles.adaptive.rate)
+    return Experience(
+        index,
+        taken.begun,
+        taken.played,
+        taken.passed,
+        request.groups,
+        taken.engine,
+        roles.groups.cursor,
+        taken.versions,
+    )
 
 
 @dataclass
@@ -94,7 +99,7 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                         partial.skipped.append(note)
                     partial.learned.append(seen)
         with roles.clock.of("sync"):
-            if roles.trainer.version != version:
+            if roles.sync.due(roles.trainer.version, stage.sync_every):
                 await roles.sync.push(roles.trainer.version)
             roles.watch.emit(PushedEvent(e, credit))
         partial.line = _line(roles, partial, notes(e, credit, stage.prompts))
@@ -205,7 +210,9 @@ def _line(roles: ReinforceRoles, partial: UnfinishedStep, notes: tuple[str, ...]
         _write(roles, partial)
     e, credit, seen = partial.experience, partial.credit or Credit((), roles.adaptive.ema), roles.watch.take()
     gauges = merge(rollout_gauges(e, credit), e.engine, seen.gauges, *partial.learned)
-    verifiers = {name: g.mean for name, g in roles.rollout.environment.gauges().items() if g.count}
-    clock = {**roles.clock.take(), **roles.sync.sampler.clock(), **verifiers}
+    timed = dict(roles.rollout.environment.gauges())
+    if roles.stage.staleness:  # what the engine did meanwhile depends on time
+        timed |= {n: g for n, g in roles.sync.sampler.gauges().items() if n not in e.engine}
+    clock = {**roles.clock.take(), **roles.sync.sampler.clock(), **{n: g.mean for n, g in timed.items() if g.count}}
     said = (*notes, *partial.skipped, *seen.notes)
     return Step(roles.stage.name, e.index, roles.trainer.version, gauges, clock, said)

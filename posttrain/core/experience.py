@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from posttrain.core.gauge import Gauges
 from posttrain.core.types import Group
-
-
-@dataclass(frozen=True)
-class PromptState:
-    """Which prompts the stage had taken after these rollouts. A checkpoint of the step stores it (`role.prompts`)."""
-
-    cursor: int
-    rates: Mapping[str, float] = field(default_factory=dict[str, float])
-    visits: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +28,24 @@ class Experience:
     """How many groups the step learns from: the first ones that passed."""
     engine: Gauges = field(default_factory=Gauges)
     """The engine's counters for these rollouts."""
-    prompts: PromptState = PromptState(0)
+    walked: int = 0
+    """Prompts whose groups steps of this stage have taken, with these."""
+    versions: tuple[int, ...] = ()
+    """The versions that its tokens may have, oldest first: those of the learner at the beginning of this step and of
+    as many steps before it as the stage lets samples be older. Empty: `version` alone."""
+
+    @property
+    def promised(self) -> tuple[int, ...]:
+        """The versions that its tokens may have."""
+        return self.versions or (self.version,)
+
+    def behind(self, version: np.ndarray) -> np.ndarray:
+        """By how many steps tokens of these versions are older than the learner that begins this step.
+
+        A step that left the weights as they were makes nothing older.
+        """
+        newer = np.unique(self.promised)
+        return len(newer) - np.searchsorted(newer, version, side="right")
 
     @property
     def groups(self) -> tuple[Group, ...]:

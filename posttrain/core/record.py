@@ -177,6 +177,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
                 "error": e.error,
                 "state": e.state,
                 "turns": list(e.turns),
+                **({"cut": True} if e.cut else {}),
                 **({"seats": [asdict(t) for t in e.seats]} if e.seats else {}),
                 **({"figure": e.figure} if any(j.measured for j in e.verdicts) else {}),
             }
@@ -219,7 +220,15 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
         said = (m["text"], m["error"], m.get("state"), tuple(m.get("turns", ())))
         seats = tuple(SeatTurn(**t) for t in m.get("seats", ()))
         episode = Episode(
-            tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, *said, seats=seats
+            tasks[about],
+            m["visit"],
+            m["sibling"],
+            segments,
+            Stop(m["stop"]),
+            verdicts,
+            *said,
+            m.get("cut", False),
+            seats,
         )
         out.append(Recorded(episode, m["shaped"], tuple(a for _, a in drawn) if m["credited"] else None, m["dropped"]))
     return tuple(out)

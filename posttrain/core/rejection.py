@@ -13,7 +13,7 @@ from typing import Literal
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.pieces.keep import Best, Keep, Passing, Rising
 from posttrain.core.sampling import Sampling
-from posttrain.core.stage import Optimizer, Stage
+from posttrain.core.stage import Optimizer, Stage, offered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ class Rejection(Stage):
     def refuses(self, env: str, styles: tuple[str, ...]) -> str:
         if self.style is None or self.style in styles:
             return ""
-        offered = ", ".join(styles) or "none: it has no demonstrations"
         return (
-            f"{self.name}.style={self.style!r}: environment {env!r} writes {offered}. Give another style, or general=0"
+            f"{self.name}.style={self.style!r}: environment {env!r} writes {offered(styles)}. Give another style, or"
+            " general=0"
         )

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.core.adapter import Lora, check_frozen, check_served_elsewhere, refuse_dora
-from posttrain.core.algorithm import Algorithm
 from posttrain.core.device import check_device
 from posttrain.core.engines import Embedded, Engine, KernelChoice, engine_refusals
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
-from posttrain.core.ladder import GRPO
-from posttrain.core.sampling import Sampling
-from posttrain.core.stage import Optimizer, Stage, refusals
+from posttrain.core.reinforce import Reinforce as Reinforce
+from posttrain.core.stage import Optimizer as Optimizer
+from posttrain.core.stage import Stage, offered, refusals
 
 NAME = re.compile(r"\w[\w-]{0,63}")
 """Pattern of a stage's name."""
@@ -164,139 +163,8 @@ class Supervised(Stage):
         if self.style in styles:
             return ""
         return (
-            f"{self.name}.style={self.style!r}: environment {env!r} writes {_offered(styles)}. Leave the stage out with"
+            f"{self.name}.style={self.style!r}: environment {env!r} writes {offered(styles)}. Leave the stage out with"
             f" {self.name}=none, or give it another style"
-        )
-
-
-def _offered(styles: tuple[str, ...]) -> str:
-    return ", ".join(styles) or "none: it has no demonstrations"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reinforce(Stage):
-    """A stage that learns from reward. Batch sizes follow from four numbers: `prompts`, `siblings`,
-    `minibatches` and `epochs`."""
-
-    models = ("reference",)
-
-    algorithm: Algorithm = GRPO
-    sampling: Sampling = Sampling()
-    optimizer: Optimizer = Optimizer(lr=3e-4)
-    prompts: int = 32
-    """Groups per step."""
-    siblings: int = 8
-    """Samples per prompt."""
-    oversample: int = 0
-    """Start this many more samples per prompt, and abort the rest once `siblings` have ended. It saves the time of the
-    longest answers, and it prefers short answers. docs/engine.md shows how much."""
-    minibatches: int = 1
-    """Optimizer steps in one pass over the step's groups; each takes whole groups."""
-    epochs: int = 1
-    """Passes over the step's groups."""
-    target: float | None = None
-    """Stop once the mean held-out reward reaches this. It is the accuracy where outcomes are 0 or 1."""
-    eval_every: int = 20
-    checkpoint_every: int = 20
-    refill: int = 8
-    """With a filter: play at most this many times `prompts` groups a step, then go on with the groups that passed."""
-    reference: str | None = None
-    """Model that the algorithm's KL or distillation compares with: a model directory with the policy's tokenizer. None:
-    the policy at the beginning of the stage."""
-    max_failed: float = 0.5
-    """Stop the run when more than this share of a step's samples could not be judged."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("prompts", "siblings", "minibatches", "epochs", "refill"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{self.name}.{name}={getattr(self, name)}: must be >= 1")
-        if self.prompts % self.minibatches:
-            raise ConfigError(
-                f"{self.name}: prompts={self.prompts} cannot be cut into minibatches={self.minibatches} of whole"
-                f" groups; use a divisor of {self.prompts}"
-            )
-        if self.algorithm.group_relative and self.siblings < 2:
-            raise ConfigError(
-                f"{self.name}.siblings={self.siblings}: {self.algorithm.name} compares siblings, so at least 2 are"
-                " needed"
-            )
-        if self.oversample < 0:
-            raise ConfigError(f"{self.name}.oversample={self.oversample}: must be >= 0 (0 aborts nothing)")
-        if self.target is not None and self.eval_every == 0:
-            raise ConfigError(f"{self.name}.target={self.target} is never checked with eval_every=0; set eval_every")
-        self._check_pieces()
-        self.sampling.for_training()
-
-    def _check_pieces(self) -> None:
-        """Checks what the algorithm needs of the stage."""
-        a = self.algorithm
-        if a.absent:
-            return
-        if a.shown is not None and a.shown.siblings >= self.siblings:
-            raise ConfigError(
-                f"{self.name}: shown.siblings={a.shown.siblings} of siblings={self.siblings} leaves nothing for the"
-                " policy to say; raise siblings"
-            )
-        if a.shown is not None and self.sampling.truncated:
-            raise ConfigError(
-                f"{self.name}: {a.name} learns from demonstrations, which no truncated sampler drew. Set top_p=1"
-                " top_k=0 min_p=0"
-            )
-        if a.shown is not None and self.sampling.bans:
-            raise ConfigError(
-                f"{self.name}: {a.name} learns from demonstrations, and this sampling may ban what they say. Set"
-                " allowed_ids=none allowed_words=none bad_ids=none bad_words=none min_tokens=0"
-            )
-        if (best := a.best_of) is not None and best.k >= self.siblings:
-            raise ConfigError(
-                f"{self.name}: the best of k={best.k} is the same for all siblings={self.siblings}, so nothing is"
-                " learned. Lower shape.bestof.k, or raise siblings"
-            )
-        if self.reference is not None and not a.reads & {"reference", "teacher"}:
-            raise ConfigError(
-                f"{self.name}.reference={self.reference}: {a.name} reads no reference. Set reference=none, or pull or"
-                " distill"
-            )
-        if a.rewards == "none" and self.reference is None:
-            raise ConfigError(
-                f"{self.name}: {a.name} learns from a teacher alone. Name its model directory:"
-                f" {self.name}.reference=PATH"
-            )
-        if self.sampling.top not in (0, a.stores_top):
-            raise ConfigError(
-                f"{self.name}.sampling.top={self.sampling.top}: the algorithm decides it ({a.name}: {a.stores_top})."
-                " Leave it out"
-            )
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps per controller step."""
-        return self.minibatches * self.epochs
-
-    @property
-    def algorithm_name(self) -> str:
-        return self.algorithm.name
-
-    @property
-    def contract(self) -> Sampling:
-        return self.sampling
-
-    @property
-    def stores_top(self) -> int:
-        return self.algorithm.stores_top
-
-    @property
-    def demonstrated(self) -> bool:
-        return self.algorithm.shown is not None
-
-    def refuses(self, env: str, styles: tuple[str, ...]) -> str:
-        shown = self.algorithm.shown
-        if shown is None or (styles and shown.style in (None, *styles)):
-            return ""
-        return (
-            f"{self.name}: {self.algorithm.name} is shown demonstrations in style {shown.style!r}, and environment"
-            f" {env!r} writes {_offered(styles)}. Use another algorithm, or give your prompts a column 'completion'"
         )
 
 

@@ -289,6 +289,11 @@ class Stage(Open, begin=True):
         return ""
 
 
+def offered(styles: Sequence[str]) -> str:
+    """The styles of demonstrations that an environment writes, for messages."""
+    return ", ".join(styles) or "none: it has no demonstrations"
+
+
 def refusals(stages: tuple[Stage, ...]) -> Iterator[str]:
     """What is wrong with these stages in this order. Each message says what to change."""
     names = [s.name for s in stages]

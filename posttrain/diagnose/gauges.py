@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Definition:
-    """The definition of a gauge. `band` is its range in a healthy run, in words."""
-
-    formula: str
-    unit: str
-    band: str
-
+from posttrain.diagnose.engine_gauges import ENGINE
+from posttrain.diagnose.gauge_definition import Definition as Definition
 
 REGISTRY: dict[str, Definition] = {
     "rollout/reward": Definition(
@@ -66,7 +57,18 @@ REGISTRY: dict[str, Definition] = {
         "prompts asked since the stage began (read the sum)", "prompts", "goes on after a resume"
     ),
     "rollout/versions_behind": Definition(
-        "weights pushed minus weights that said the token, mean over tokens", "optimizer steps", "0 when synchronous"
+        "steps between the weights that said a token and those that learn from it, mean over tokens",
+        "steps",
+        "0 without staleness",
+    ),
+    "rollout/most_behind": Definition(
+        "the same of the oldest token", "steps", "at most staleness + sync_every / optimizer steps - 1"
+    ),
+    "rollout/behind_K": Definition("share of tokens that are K steps behind", "share", "any"),
+    "rollout/trained_length": Definition(
+        "mean length of the answers that were learned from, over that of all that were asked for the step",
+        "ratio",
+        "1 without a filter",
     ),
     "reward/SOURCE": Definition(
         "mean raw score a source gave, before its weight and any shaping; what it paid for turns summed",
@@ -265,6 +267,12 @@ REGISTRY: dict[str, Definition] = {
     "canary/mute_sources": Definition(
         "share of reward sources that gave 0 to every answer, right ones included", "share", "0"
     ),
+    "canary/probed": Definition(
+        "whether turns that were sampled after the last push had ended in time to be compared, where samples may be"
+        " older than the learner",
+        "share",
+        "> 0",
+    ),
     "canary/drawn_again": Definition(
         "tokens of a step that were drawn again and came out the same", "tokens", "no band"
     ),
@@ -360,37 +368,5 @@ REGISTRY: dict[str, Definition] = {
         "its square; effective share of tokens = used^2 / used_square", "1", "near used^2"
     ),
     "correction/silenced": Definition("share of tokens whose correction is 0", "share", "< 0.05"),
-    "engine/tokens": Definition(
-        "tokens of delivered turns, per turn (the sum is all that was said)", "tokens", "steady"
-    ),
-    "engine/steps": Definition("decoding steps of the engine (read the sum)", "steps", "no band"),
-    "engine/occupancy": Definition(
-        "share of slots that said a token, mean over steps", "share", "high; low at the end of a wave: long tails"
-    ),
-    "engine/positions_linear": Definition("positions the layers computed, per position needed", "1", "near 1"),
-    "engine/positions_attention": Definition("query-key pairs attended, per pair needed", "1", "near 1"),
-    "engine/prefix_hits": Definition(
-        "prompt tokens found in the prefix tree, per prompt token looked for there",
-        "share",
-        "high in episodes of several turns",
-    ),
-    "engine/kv": Definition("cache blocks that sequences hold, per block their tokens fill", "1", "near 1"),
-    "engine/preempted": Definition(
-        "sequences that gave their cache up for older ones, per delivered turn", "share", "0; above: raise cache_bytes"
-    ),
-    "engine/straggler": Definition("longest turn, per mean turn: how long slots idle at the end of a wave", "1", "low"),
-    "engine/accepted": Definition(
-        "drafted tokens that were said, per drafted token", "share", "high, or speculation does not pay"
-    ),
-    "engine/pushed": Definition(
-        "bytes of weights that travelled to vLLM, per push", "bytes", "those of the adapter, where there is one"
-    ),
-    "engine/stale_gap": Definition(
-        "expected |log-prob| difference of the next token over keys and values of the old weights, per sequence",
-        "nats",
-        "near 0",
-    ),
-    "engine/shared": Definition(
-        "prompt tokens taken from a sibling's prefill, per prompt token asked for", "share", "towards 1 - 1 / siblings"
-    ),
+    **ENGINE,
 }

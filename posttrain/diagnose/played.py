@@ -9,7 +9,7 @@ import numpy as np
 
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, merge
-from posttrain.core.scored import Credit
+from posttrain.core.scored import Credit, EpisodeCredit
 from posttrain.core.types import Episode, Group
 from posttrain.core.verdict import SOLVED, State, failed
 
@@ -36,9 +36,25 @@ def components(episodes: Sequence[Episode]) -> Gauges:
     return found | {name: Gauge(n, judged) for name, n in sorted(kinds.items()) if n}
 
 
+def ages(behind: np.ndarray, most: int) -> Gauges:
+    """By how many steps each token is older than the weights that learn from it: mean, largest, and, where samples may
+    be older, the share of each number."""
+    out = {"rollout/versions_behind": Gauge.of(behind)}
+    if not most or not len(behind):
+        return out
+    shares = {f"rollout/behind_{n}": Gauge(float(np.sum(behind == n)), len(behind)) for n in range(most + 1)}
+    return out | {"rollout/most_behind": Gauge(float(behind.max()), 1)} | shares
+
+
+def _lengths(credits: Sequence[EpisodeCredit], asked: Sequence[Episode]) -> Gauge:
+    """Mean length of the answers that were learned from, over that of all that were asked."""
+    mean = Gauge.of([e.spoken for e in asked]).mean
+    return Gauge(Gauge.of([c.episode.spoken for c in credits]).mean, mean) if credits and mean else Gauge(0, 0)
+
+
 def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
     """Gauges of a step's rollout and credit, with the groups that the filter refused."""
-    played, version, refused, spare = asked.played, asked.version, len(asked.refused), len(asked.spare)
+    played, refused, spare = asked.played, len(asked.refused), len(asked.spare)
     episodes = [e for g in played for e in g.episodes if e.own]
     rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
     truths = np.array([e.truth for e in episodes if e.truth is not None], np.float64)
@@ -65,7 +81,8 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
         "rollout/groups": Gauge(len(credit.groups), 1),
         "rollout/refused": Gauge(refused, len(played)),
         **({"rollout/spare": Gauge(spare, len(played))} if refused or spare else {}),
-        "rollout/versions_behind": Gauge.of(version - versions),
+        **ages(asked.behind(versions), len(asked.promised) - 1),
+        **({"rollout/trained_length": _lengths(credits, episodes)} if len(asked.promised) > 1 else {}),
         "credit/silent": Gauge.of([g.silent for g in credit.groups]),
         "credit/shaped": Gauge.of([e.shaped for e in credits]),
         "credit/dropped": Gauge.of([bool(e.dropped) for e in credits]),

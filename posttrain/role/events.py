@@ -140,6 +140,9 @@ class Observer:
     def on_line(self, roles: Any, step: Step) -> ObserverReport | None:
         """Called with the whole line of the record, held-out measures included, just before it is written."""
 
+    def end(self) -> None:
+        """Called after the stage's last step."""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must store of this observer, as plain data."""
         return {}
@@ -173,6 +176,8 @@ class Observers:
 
     def end(self) -> None:
         """The stage is over. The roles hold these observers; without this reference back they can be freed."""
+        for one in self._all:
+            one.end()
         self._roles = None
 
     def emit(self, event: Event) -> None:

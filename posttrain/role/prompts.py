@@ -44,6 +44,12 @@ class Prompts:
         self._epoch = -1
         self._order: list[int] = []
         self._tasks: list[Task] | None = None
+        self._index = -1
+
+    @property
+    def index(self) -> int:
+        """Index in the source of the task that was taken last."""
+        return self._index
 
     def __iter__(self) -> Iterator[tuple[Task, int]]:
         return self
@@ -74,7 +80,7 @@ class Prompts:
                 self._order = seeds.generator(self.seed, "prompt-order", visit).permutation(count).tolist()
                 self._epoch = visit
             index = self._order[place]
-        self.cursor += 1
+        self.cursor, self._index = self.cursor + 1, index
         return self.source.task(index), visit
 
     def _draw(self, chosen: Curriculum) -> tuple[Task, int]:
@@ -82,10 +88,10 @@ class Prompts:
         if self._tasks is None:
             self._tasks = [self.source.task(i) for i in range(self.source.count or 0)]
         weight = np.array([chosen.weight(self.rates.get(t.id, 0.0)) for t in self._tasks])
-        task = self._tasks[
-            int(seeds.generator(self.seed, "prompt-draw", self.cursor).choice(len(weight), p=weight / weight.sum()))
-        ]
-        self.cursor += 1
+        rng = seeds.generator(self.seed, "prompt-draw", self.cursor)
+        index = int(rng.choice(len(weight), p=weight / weight.sum()))
+        task = self._tasks[index]
+        self.cursor, self._index = self.cursor + 1, index
         visit = self.visits.get(task.id, 0)
         self.visits[task.id] = visit + 1
         return task, visit

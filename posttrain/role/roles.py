@@ -20,6 +20,7 @@ from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Stage
 from posttrain.role.events import Observers
+from posttrain.role.group_queue import GroupSource
 from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
 from posttrain.role.prompts import Prompts
@@ -162,6 +163,11 @@ class RejectionRoles(DataRoles[Rejection]):
     """Other environments on which the run or a later stage is evaluated."""
 
 
+def stream_of(stage: Stage) -> str:
+    """The name of the random stream of a stage's rollouts."""
+    return f"train/{stage.name}"
+
+
 @dataclass(kw_only=True)
 class ReinforceRoles(StageRoles[Reinforce]):
     """What a reinforcement stage works with, and the small state that a checkpoint must store."""
@@ -170,6 +176,8 @@ class ReinforceRoles(StageRoles[Reinforce]):
     """The stage's sampling settings, resolved."""
     rollout: Rollout
     prompts: Prompts
+    groups: GroupSource
+    """Plays the prompts, for the step that learns from them or ahead of it."""
     reference: Reference | None
     adaptive: AdaptiveState = AdaptiveState()
     """Adaptive coefficients and moving averages, which change from step to step."""
@@ -182,7 +190,7 @@ class ReinforceRoles(StageRoles[Reinforce]):
     @property
     def stream(self) -> str:
         """The name of the random stream of this stage's rollouts."""
-        return f"train/{self.stage.name}"
+        return stream_of(self.stage)
 
 
 JudgedRoles = ReinforceRoles | OnlineRoles | RejectionRoles

@@ -5,6 +5,7 @@ After every push both sides must have the same fingerprint of the weights, and t
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,8 +29,15 @@ class Sync:
     """Of the weights. It sets how far the two sides' log-probs may differ by rounding."""
     transport: Transport = field(default_factory=InProcess)
     """Carries the weights."""
+    ready: Callable[[], Awaitable[None]] | None = None
+    """Waits until new weights may come. None: they may come at any time."""
     tried: bool = False
     """Whether the sampler has been shown to compute with the learner's adapter."""
+
+    def due(self, version: int, every: int | None = None) -> bool:
+        """Whether the sampler is to get the learner's weights, which are `version` now: `every` optimizer steps, or
+        whenever they changed."""
+        return version - self.sampler.version >= (every or 1)
 
     async def push(self, version: int) -> str:
         """Push the learner's weights as `version`; returns their fingerprint.
@@ -38,6 +46,8 @@ class Sync:
             InvariantError: the sampler serves other weights or another version, or computes other log-probs with them,
                 or without the adapter.
         """
+        if self.ready is not None:
+            await self.ready()
         if not self.tried:
             await self._try_adapter(self.sampler.version + 1)
             self.tried = True

@@ -105,7 +105,7 @@ class SeatTalk:
         spent.turns, spent.tokens = spent.turns + 1, spent.tokens + allowed
         try:
             said = await self._sampler.generate(
-                self._transcript.ids, _shorter(self._sampling, allowed), self._place(len(self.turns))
+                self._transcript.ids, shorter(self._sampling, allowed), self._place(len(self.turns))
             )
         except BaseException:
             spent.turns, spent.tokens = spent.turns - 1, spent.tokens - allowed
@@ -309,7 +309,7 @@ def _without_secrets(content: Content) -> Content:
     return (ContentPart("text", whole), *(part for part in clean if part.type != "text"))
 
 
-def _shorter(sampling: Sampling, most: int) -> Sampling:
+def shorter(sampling: Sampling, most: int) -> Sampling:
     """The same distribution at every token, with at most `most` tokens."""
     if most >= sampling.max_tokens:
         return sampling

@@ -25,7 +25,7 @@ FAMILIES = {"reward": "SOURCE", "verdict": "KIND", "failed": "KIND", "abstained"
 
 def defined(name: str) -> bool:
     """`eval/pass_at_8` is one of `eval/pass_at_K`, `reward/math` of `reward/SOURCE`."""
-    name = re.sub(r"^eval/pass_at_\d+$", "eval/pass_at_K", name)
+    name = re.sub(r"^(eval/pass_at|rollout/behind)_\d+$", r"\1_K", name)
     family = name.partition("/")[0]
     return (f"{family}/{FAMILIES[family]}" if family in FAMILIES else name) in REGISTRY
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from posttrain.algorithm.losses import Reads
 from posttrain.controller.interrupt import Interrupted, Stopper
-from posttrain.controller.loop import loop
 from posttrain.controller.parts import MeasuredReport, RunParts
 from posttrain.controller.stages.progress import Progress, Reopening, StageResult, StageState
 from posttrain.core import reader
@@ -113,6 +111,22 @@ class Driver(ABC, Generic[S, T, A]):
         another note."""
         return step
 
+    async def close(self) -> None:
+        """After the last step, or when something stops the stage: cancel what is on its way."""
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the run may be interrupted after this step, and go on later as if it had not been."""
+        return True
+
+    async def catch_up(self) -> None:
+        """Before a checkpoint: roles that a resumed run would bring up to date are brought up to date now."""
+
+    def note(self) -> Callable[[Path], None]:
+        """Before a checkpoint inside the stage: what changes between steps goes into `self.state`. Returns what writes
+        the files that it needs beside weights, optimizer and state."""
+        return lambda folder: None
+
     def measured_before(self, report: EvaluationReport | None) -> None:
         """What to say of the evaluation before the first step. None: no task is held out."""
 
@@ -155,11 +169,14 @@ class Driver(ABC, Generic[S, T, A]):
         if checkpoint is None and self.stage.eval and (agreed := self.agree()) is not None:
             self.state.agreement_before = agreed.accuracy.mean
         last = 0 if self.state.ended else self.stage.steps
-        async with aclosing(loop(ask, first=self.state.step + 1, last=last)) as steps:
-            async for index, asked in steps:
+        try:
+            for index in range(self.state.step + 1, last + 1):
+                asked = await ask(index)
                 step = await learn(asked)
                 if not await self._goes_on(index, self.remember(asked, step)):
                     break
+        finally:
+            await self.close()
         self.watch.end()
         if self.stage.eval and self.report is None:
             self.report = await self.evaluate()
@@ -238,7 +255,7 @@ class Driver(ABC, Generic[S, T, A]):
             step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
         self.parts.tell(self.watch.line(replace(step, memory=self.clock.take_memory())))
         s.ended = self.enough(report)
-        self._border(report)
+        await self._border(report)
         return not s.ended
 
     def _finish(self, report: EvaluationReport | None) -> None:
@@ -271,13 +288,15 @@ class Driver(ABC, Generic[S, T, A]):
         gauges = {n: [g.sum, g.count] for n, g in report.gauges().items()} if due and report else {}
         return Reopening(self.progress.plain(), gauges)
 
-    def _note_state(self) -> None:
-        """Fingerprints and times of now, for a checkpoint."""
+    def _note_state(self) -> Callable[[Path], None]:
+        """Fingerprints and times of now, for a checkpoint; returns what writes its further files."""
         self.progress.weights = self.parts.learner.fingerprint()
         s = self.progress.running
-        if s is not None:
-            s.seconds, s.roles, s.peaks = self.seconds(), dict(self.clock.total), dict(self.clock.most)
-            s.optimizer = fingerprint(self.trainer.optimizer.state_tensors().items())
+        if s is None:
+            return lambda folder: None
+        s.seconds, s.roles, s.peaks = self.seconds(), dict(self.clock.total), dict(self.clock.most)
+        s.optimizer = fingerprint(self.trainer.optimizer.state_tensors().items())
+        return self.note()
 
     def seconds(self) -> float:
         """Wall seconds of the stage so far, over all its parts."""
@@ -291,15 +310,8 @@ class Driver(ABC, Generic[S, T, A]):
         if not environment.heldout or not (declared(environment).judges or judges):
             return None
         sampling = parts.sampling(self.stage)
-        last = parts.measured
-        if (
-            last is not None
-            and last.version == parts.version
-            and last.sampling == sampling
-            and last.environment is environment
-            and last.judges == judges
-        ):
-            return last.report
+        if (known := parts.known(sampling, environment, judges)) is not None:
+            return known
         with self.clock.of("evaluate"):
             report = await parts.evaluate(self.setting, sampling)
         parts.watch.emit(EvaluatedEvent(report, parts.version))
@@ -313,16 +325,18 @@ class Driver(ABC, Generic[S, T, A]):
 
     # --- borders -----------------------------------------------------------------------------------------------------
 
-    def _border(self, report: EvaluationReport | None) -> None:
+    async def _border(self, report: EvaluationReport | None) -> None:
         """Between two steps: checkpoint when due, and end here if somebody asked.
 
         A stage that hands nothing on is not checkpointed: the run never goes on with its weights, and it is begun anew.
         """
         stage, step = self.stage, self.state.step
         due = stage.checkpoint_every and step % stage.checkpoint_every == 0
-        if stage.hands_on and (due or self.stopper.number):
+        stopped = bool(self.stopper.number) and self.at_rest
+        if stage.hands_on and (due or stopped):
+            await self.catch_up()
             self._checkpoint(report.reward.known[0] if self._on_its_tasks and report and report.reward.known else None)
-        if self.stopper.number:
+        if stopped:
             kept = (
                 "the last checkpoint is complete"
                 if stage.hands_on
@@ -338,12 +352,13 @@ class Driver(ABC, Generic[S, T, A]):
         """All that the run needs to go on from here: in the middle of the stage and at the end of the last one with
         its optimizer, at the end of another one without."""
         p, parts, s = self.progress, self.parts, self.progress.running
-        self._note_state()
+        more = self._note_state()
 
         def write(folder: Path) -> None:
             save_weights(folder, parts.learner)
             if s is not None or p.reopening is not None:
                 save_optimizer(folder, self.trainer.optimizer)
+                more(folder)
 
         with self.clock.of("checkpoint"):
             name = f"{p.version:08d}-{self.stage.name}-{s.step if s is not None else 0:06d}"

@@ -12,7 +12,7 @@ from posttrain.controller.stages.driver import Driver
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.stages.role_parts import frozen_start, stage_parts
 from posttrain.controller.step import DataBatch, learn_from
-from posttrain.core.experience import Experience, PromptState
+from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Step, merge
 from posttrain.core.ports import Reference
 from posttrain.core.preference_stage import OnlinePreference
@@ -83,9 +83,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         )
         with self.clock.of("rollout"):
             played, passed = await h.rollout.until(h.prompts, request, h.sampling, f"train/{stage.name}")
-        return Experience(
-            index, version, played, passed, stage.prompts, h.sync.sampler.gauges(), PromptState(h.prompts.cursor)
-        )
+        return Experience(index, version, played, passed, stage.prompts, h.sync.sampler.gauges(), h.prompts.cursor)
 
     async def _learn(self, e: Experience) -> Step:
         """One optimizer step on the pairs of an experience. A step without a pair changes nothing."""
@@ -124,7 +122,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
                 self.parts.book.write_episodes(self.stage.name, e.index, Credit((), 0.0), e.groups)
 
     def remember(self, asked: Experience, step: Step) -> Step:
-        self.state.cursor = asked.prompts.cursor
+        self.state.cursor = asked.walked
         return step
 
     def _reference(self, checkpoint: Path | None) -> Reference | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,12 +20,15 @@ from posttrain.core.batch import Packed
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
 from posttrain.core.ports import Reference
+from posttrain.core.queued import QueuedGroup, load_groups, save_groups
 from posttrain.core.run import Reinforce
+from posttrain.core.sampling import Sampling
 from posttrain.core.stage import starts
 from posttrain.role.evaluate import EvaluationReport
+from posttrain.role.group_queue import GroupQueue, GroupSource, Waves
 from posttrain.role.pack import batch_algebra
 from posttrain.role.prompts import Prompts
-from posttrain.role.roles import ReinforceRoles
+from posttrain.role.roles import ReinforceRoles, stream_of
 from posttrain.role.weights import load_weights, restore, snapshot
 
 
@@ -34,6 +38,12 @@ class ReinforceState(StageState):
 
     cursor: int = 0
     """Tasks that were asked so far."""
+    walked: int = 0
+    """Those of them whose groups a step has taken."""
+    queue: tuple[QueuedGroup, ...] = ()
+    """Groups that were asked ahead, in order. Of those that had ended, the episodes lie beside the weights."""
+    versions: tuple[int, ...] = ()
+    """Of the weights, at the beginning of the last steps."""
     memory: AdaptiveState = AdaptiveState()
     """What the algorithm remembers."""
     rates: dict[str, float] = field(default_factory=dict[str, float])
@@ -66,14 +76,40 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         played, _, learned = batch_algebra(stage).partition(" -> ")
         parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {played}")
         parts.say(f"  -> {learned}")
+        for line in staleness_words(stage, parts.run.deterministic):
+            parts.say(line)
         if stage.algorithm.curriculum is not None and self.roles.prompts.curriculum is None:
             parts.say(
                 f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has"
                 " nothing to choose from"
             )
         await parts.publish()
+        self._resume_queue(checkpoint)
         await self.watch.begin(self.roles)
-        return partial(ask, self.roles), partial(learn, self.roles)
+        return partial(ask, self.roles), self._learn
+
+    async def _learn(self, asked: Experience) -> Step:
+        step = await learn(self.roles, asked)
+        await self.roles.groups.learned()
+        return step
+
+    async def close(self) -> None:
+        self.parts.sync.ready = None
+        await self.roles.groups.close()
+
+    @property
+    def at_rest(self) -> bool:
+        return self.parts.sampler.version == self.trainer.version
+
+    async def catch_up(self) -> None:
+        await self.parts.publish()
+
+    def note(self) -> Callable[[Path], None]:
+        state, prompts, groups = self.state, self.roles.prompts, self.roles.groups
+        state.cursor, state.rates, state.visits = prompts.cursor, dict(prompts.rates), dict(prompts.visits)
+        state.walked, state.versions = groups.cursor, tuple(groups.versions)
+        state.queue, ended = groups.queued() if isinstance(groups, GroupQueue) else ((), ())
+        return partial(save_groups, groups=ended) if ended else super().note()
 
     def reads(self, packed: Packed) -> Reads:
         a = self.stage.algorithm
@@ -81,9 +117,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         return Reads(a.entropy is not None, a.learns_values is not None, some)
 
     def remember(self, asked: Experience, step: Step) -> Step:
-        state, prompts = self.state, asked.prompts
-        state.memory, state.cursor = self.roles.adaptive, prompts.cursor
-        state.rates, state.visits = dict(prompts.rates), dict(prompts.visits)
+        self.state.memory = self.roles.adaptive
         return self._refresh(step)
 
     def enough(self, report: EvaluationReport | None) -> str:
@@ -94,16 +128,51 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
     def _roles(self, reference: Reference | None) -> ReinforceRoles:
         parts, stage, state = self.parts, self.stage, self.state
         source, curriculum = self.setting.environment.train, stage.algorithm.curriculum
+        prompts = Prompts(source, parts.run.seed, state.cursor, curriculum, dict(state.rates), dict(state.visits))
+        sampling = parts.sampling(stage)
         return ReinforceRoles(
             **stage_parts(self),
-            sampling=parts.sampling(stage),
+            sampling=sampling,
             rollout=self.setting.rollout,
-            prompts=Prompts(source, parts.run.seed, state.cursor, curriculum, dict(state.rates), dict(state.visits)),
+            prompts=prompts,
+            groups=self._groups(prompts, sampling),
             reference=reference,
             adaptive=state.memory,
             other_environments=parts.other_environments(stage),
             own_reference=stage.reference is None,
         )
+
+    def _groups(self, prompts: Prompts, sampling: Sampling) -> GroupSource:
+        """Groups are played for the step that learns from them, or ahead of it."""
+        stage, state, rollout, stream = self.stage, self.state, self.setting.rollout, stream_of(self.stage)
+        begun = (self.trainer.version,) * stage.most_behind
+        versions = deque(state.versions or begun, maxlen=stage.most_behind + 1)
+        if not stage.staleness:
+            return Waves(rollout, prompts, sampling, stream, versions)
+        request, run = stage.algorithm.request(stage), self.parts.run
+        return GroupQueue(
+            rollout,
+            prompts,
+            sampling,
+            stream,
+            request,
+            state.step + 1,
+            stage.steps,
+            stage.staleness,
+            run.deterministic,
+            versions,
+            state.walked,
+        )
+
+    def _resume_queue(self, checkpoint: Path | None) -> None:
+        """Take up the groups that were asked ahead of a checkpoint."""
+        groups = self.roles.groups
+        if not isinstance(groups, GroupQueue):
+            return
+        if self.parts.run.deterministic:
+            self.parts.sync.ready = groups.rest
+        if checkpoint is not None and self.state.queue:
+            groups.restore(self.state.queue, load_groups(checkpoint, self.state.queue, groups.prompts.source.task))
 
     def _reference(self, checkpoint: Path | None) -> Reference | None:
         """The frozen model the algorithm reads: a named one, or the policy as the stage began or as it was last
@@ -130,6 +199,22 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         self.state.reference = f"{step.stage}-reference-{step.index:06d}"
         keep(self.parts, self.state.reference)
         return replace(step, notes=(*step.notes, f"the reference is now the policy of step {step.index}"))
+
+
+def staleness_words(stage: Reinforce, deterministic: bool) -> list[str]:
+    """What it means for this stage that samples may be older than the weights that learn from them."""
+    if not (most := stage.most_behind):
+        return []
+    a, ahead = stage.algorithm, f"staleness={stage.staleness}"
+    waits = "; new weights wait until all that was asked has ended" if stage.staleness and deterministic else ""
+    out = [f"{stage.name}: {ahead}: samples may be {most} step{'s' * (most > 1)} older than the learner{waits}"]
+    if a.anchor == "start" and not a.correction:
+        out.append(
+            f"{stage.name}: {a.name} compares with the learner at the start of a step, so it cannot see that samples"
+            " are older, and learns from them as if they were its own. algorithm=decoupled_ppo,"
+            " algorithm.anchor=behaviour or algorithm.correction=truncate sees it"
+        )
+    return out
 
 
 PRODUCTIVE = (0.1, 0.8)

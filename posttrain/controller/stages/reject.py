@@ -15,7 +15,7 @@ from posttrain.controller.stages.role_parts import data_parts
 from posttrain.controller.step import DataBatch, learn_from
 from posttrain.core import abilities
 from posttrain.core.batch import Batch
-from posttrain.core.experience import Experience, PromptState
+from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.pieces.keep import Best, TopShare
 from posttrain.core.rejection import Rejection
@@ -166,7 +166,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
     def _experience(self, index: int, played: tuple[Group, ...], passed: tuple[bool, ...]) -> Experience:
         h = self.roles
         engine, version = h.sync.sampler.gauges(), self.trainer.version
-        return Experience(index, version, played, passed, len(played), engine, PromptState(h.prompts.cursor))
+        return Experience(index, version, played, passed, len(played), engine, h.prompts.cursor)
 
     # --- learn -------------------------------------------------------------------------------------------------------
 

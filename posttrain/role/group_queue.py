@@ -1,0 +1,295 @@
+"""GROUP SOURCE: where a step's groups come from. `Waves` plays them for the step, `GroupQueue` ahead of it.
+
+In a `GroupQueue` groups are asked one by one, in the order of the prompts, and taken in the same order. How many may be
+on their way follows from `plan.staleness.capacity`. So three things hold whatever takes how long:
+
+- no token is older than the bound, because a group is not asked earlier;
+- the groups of a step are the next ones that were asked, so nothing is chosen by how fast it was answered;
+- which groups are asked is a function of what was sampled, never of time.
+
+With `deterministic` new weights wait until every group that was asked has ended. Then each group is sampled by one
+version, and the run can be repeated bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.ports import Sampler
+from posttrain.core.queued import QueuedGroup
+from posttrain.core.request import PassRate, RolloutRequest, StepNumber
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Group, Said, Task
+from posttrain.plan.staleness import capacity
+from posttrain.role.prompts import Prompts
+from posttrain.role.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class TakenGroups:
+    """The groups that a step takes, with what is known of their sampling."""
+
+    played: tuple[Group, ...]
+    passed: tuple[bool, ...]
+    begun: int
+    """The version of the sampler when the first of them was asked."""
+    versions: tuple[int, ...]
+    """The versions that their tokens may have: those of the learner after each of the last steps, oldest first."""
+    engine: Gauges
+    """The engine's counters for them."""
+
+
+class GroupSource(Protocol):
+    """Where the groups of a step come from."""
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """Of the learner, at the beginning of the last steps."""
+        ...
+
+    @property
+    def cursor(self) -> int:
+        """Prompts whose groups were handed to a step so far, those a filter refused included."""
+        ...
+
+    async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
+        """The groups of step `index`, whose learner has weights `version`.
+
+        Args:
+            seen: groups of earlier steps, and how many of them passed.
+        """
+        ...
+
+    async def learned(self) -> None:
+        """Called after each step, with its weights in place."""
+
+    async def close(self) -> None:
+        """Cancel what is on its way."""
+
+
+@dataclass
+class Waves:
+    """Plays a step's groups for that step: samples and updates alternate."""
+
+    rollout: Rollout
+    prompts: Prompts
+    sampling: Sampling
+    stream: str
+    versions: deque[int]
+    """Of the learner, at the beginning of the last steps. As many as its deque has room for."""
+
+    @property
+    def cursor(self) -> int:
+        return self.prompts.cursor
+
+    async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
+        self.versions.append(version)
+        played, passed = await self.rollout.until(self.prompts, request, self.sampling, self.stream, seen)
+        self.prompts.learn(played)
+        return TakenGroups(played, passed, version, tuple(self.versions), self.rollout.sampler.gauges())
+
+    async def learned(self) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+
+class MeteredSampler:
+    """A sampler that counts what it said to one caller. Groups that are played at once share an engine, whose own
+    counters tell of all of them together."""
+
+    def __init__(self, inner: Sampler, tokens: int = 0, turns: int = 0) -> None:
+        self._inner, self.tokens, self.turns = inner, tokens, turns
+
+    @property
+    def version(self) -> int:
+        return self._inner.version
+
+    @property
+    def keeps_sets(self) -> bool:
+        return self._inner.keeps_sets
+
+    @property
+    def draws_by_place(self) -> bool:
+        return self._inner.draws_by_place
+
+    @property
+    def context(self) -> int:
+        return self._inner.context
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        said = await self._inner.generate(ids, sampling, place)
+        self.tokens, self.turns = self.tokens + len(said.ids), self.turns + 1
+        return said
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        return await self._inner.score(ids)
+
+    async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
+        return await self._inner.load(version, tensors)
+
+    def gauges(self) -> Gauges:
+        return self._inner.gauges()
+
+    def clock(self) -> Mapping[str, float]:
+        return self._inner.clock()
+
+
+@dataclass(eq=False)
+class AskedGroup:
+    """A group in the queue."""
+
+    task: Task
+    visit: int
+    index: int
+    """Of the task in its source."""
+    cursor: int
+    """Of the prompts, after it was taken from them."""
+    begun: int
+    """The sampler's version when it was asked."""
+    sampler: MeteredSampler
+    group: asyncio.Future[Group]
+
+    @property
+    def said(self) -> Gauge:
+        """Tokens and turns that the engine said for it so far."""
+        return Gauge(self.sampler.tokens, self.sampler.turns)
+
+    @property
+    def ended(self) -> Group | None:
+        """The group, where it has ended well."""
+        done = self.group.done() and not self.group.cancelled() and self.group.exception() is None
+        return self.group.result() if done else None
+
+
+@dataclass(eq=False)
+class GroupQueue:
+    """Plays groups ahead of the updates, by at most `staleness` steps."""
+
+    rollout: Rollout
+    prompts: Prompts
+    sampling: Sampling
+    stream: str
+    request: RolloutRequest
+    """Of every step of the stage."""
+    index: int
+    """The step that takes the next groups."""
+    steps: int
+    """Steps of the stage."""
+    staleness: int
+    deterministic: bool
+    versions: deque[int]
+    """Of the learner, at the beginning of the last steps. As many as its deque has room for."""
+    cursor: int = 0
+    _waiting: deque[AskedGroup] = field(default_factory=deque[AskedGroup])
+    _taken: int = 0
+    _played: int = 0
+    _last: tuple[Group, ...] = ()
+    _error: Exception | None = None
+
+    async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
+        self.index, self._taken, self._played = index, 0, 0
+        self.versions.append(version)
+        self._admit()
+        played, passed, begun, said = list[Group](), list[bool](), list[int](), Gauge(0, 0)
+        while self._taken < request.groups and len(played) < request.most * request.groups:
+            if self._error is not None:
+                raise self._error
+            asked = self._waiting[0]
+            group = await asked.group
+            self._waiting.popleft()
+            played.append(group)
+            passed.append(not self._refuses(group))
+            begun.append(asked.begun)
+            said, self.cursor = said + asked.said, asked.cursor
+            self._taken, self._played = self._taken + passed[-1], len(played)
+            self._admit()
+        self._last = tuple(played)
+        return TakenGroups(self._last, tuple(passed), min(begun), tuple(self.versions), {"engine/tokens": said})
+
+    async def learned(self) -> None:
+        if self.deterministic:
+            await self.rest()
+        self.prompts.learn(self._last)
+        self._last = ()
+
+    async def rest(self) -> None:
+        """Wait until every group that was asked has ended. A failure is raised when its step takes it."""
+        self._admit()
+        while running := [a.group for a in self._waiting if not a.group.done()]:
+            await asyncio.wait(running)
+            self._admit()
+
+    async def close(self) -> None:
+        running = [a.group for a in self._waiting]
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def queued(self) -> tuple[tuple[QueuedGroup, ...], tuple[Group, ...]]:
+        """The queue as it is now, in order, and the groups of it that have ended."""
+        rows, ended = list[QueuedGroup](), list[Group]()
+        for a in self._waiting:
+            row, group = QueuedGroup(index=a.index, visit=a.visit, cursor=a.cursor, begun=a.begun), a.ended
+            rows.append(row if group is None else row.ended(group, a.said))
+            ended += [] if group is None else [group]
+        return tuple(rows), tuple(ended)
+
+    def restore(self, queued: Sequence[QueuedGroup], ended: Sequence[Group]) -> None:
+        """The queue of a checkpoint. Groups that had not ended are asked again, in their places."""
+        groups = iter(ended)
+        for q in queued:
+            task = self.prompts.source.task(q.index)
+            if not q.siblings:
+                self._ask(task, q.visit, q.index, q.cursor, StepNumber(self.index, self.steps))
+                continue
+            group = next(groups)
+            known = asyncio.get_running_loop().create_future()
+            known.set_result(group)
+            sampler = MeteredSampler(self.rollout.sampler, q.tokens, q.turns)
+            self._waiting.append(AskedGroup(task, q.visit, q.index, q.cursor, q.begun, sampler, known))
+
+    def _refuses(self, group: Group | None) -> bool:
+        return self.request.mixed and group is not None and not group.mixed
+
+    def _room(self) -> int:
+        """How many more groups may be asked now. No more are asked for a step than it may play."""
+        wanted, most = self.request.groups, self.request.most
+        bound = capacity(
+            staleness=self.staleness,
+            prompts=wanted,
+            left=self.steps - self.index + 1,
+            taken=self._taken,
+            waiting=sum(not self._refuses(a.ended) for a in self._waiting),
+        )
+        return min(bound, (most + self.staleness) * wanted - self._played - len(self._waiting))
+
+    def _admit(self) -> None:
+        while self._room() > 0:
+            task, visit = next(self.prompts)
+            at = StepNumber(self.index, self.steps)
+            self._ask(task, visit, self.prompts.index, self.prompts.cursor, at)
+
+    def _ask(self, task: Task, visit: int, index: int, cursor: int, at: StepNumber) -> None:
+        sampler = MeteredSampler(self.rollout.sampler)
+        rollout, request = replace(self.rollout, sampler=sampler), replace(self.request, at=at)
+        playing = asyncio.ensure_future(rollout.group(task, visit, request, self.sampling, self.stream))
+        self._waiting.append(AskedGroup(task, visit, index, cursor, sampler.version, sampler, playing))
+        if self.request.mixed:
+            playing.add_done_callback(lambda _: self._again())
+
+    def _again(self) -> None:
+        """A group has ended. Where the filter refuses it, another one is asked at once."""
+        if self._error is None:
+            try:
+                self._admit()
+            except Exception as error:  # nobody waits for this callback, so the next `take` raises it
+                self._error = error

@@ -1,0 +1,247 @@
+"""Stages whose samples may be older than their learner, as whole runs: bits where they are promised, counts where they
+are not, and what a checkpoint keeps of what was asked ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posttrain.api import main
+from posttrain.controller.interrupt import Interrupted
+from posttrain.controller.stages.reinforce import ReinforceDriver
+from posttrain.core import reader, record
+from posttrain.core.algorithm import patch
+from posttrain.core.errors import ConfigError
+from posttrain.core.experience import Experience
+from posttrain.core.gauge import Step
+from posttrain.core.ladder import DAPO, GRPO
+from posttrain.core.ports import Talk
+from posttrain.core.run import Embedded, Reinforce, Run
+from posttrain.core.types import Stop, Task
+from posttrain.environment.gallery import GALLERY
+from posttrain.environment.gallery.arithmetic import Arithmetic
+from posttrain.role.group_queue import GroupQueue, GroupSource
+from posttrain.role.prompts import Prompts
+from tests.prove.test_kill_sweep import digest
+from tests.tiny import tiny_run
+
+
+class Late(Arithmetic):
+    """Arithmetic in two turns. Before each, a tool works for a time that no seed decides."""
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        talk.see(task.prompt)
+        first = await talk.say()
+        if first.stop is not Stop.SAID:
+            return first.stop
+        await asyncio.sleep(random.random() * 0.03)
+        talk.see("=")
+        return (await talk.say()).stop
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return super().gold(task) * 2
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        return super().distractor(task) * 2
+
+
+GALLERY["late"] = f"{__name__}:Late"
+FILTERED = patch(DAPO, "filtered", "-", shape=())
+
+
+def run_of(staleness: int, *, deterministic: bool = True, **rl: Any) -> Run:
+    run = tiny_run(staleness=staleness, **{"steps": 6, "checkpoint_every": 2} | rl)
+    return replace(run, env=replace(run.env, name="late"), deterministic=deterministic)
+
+
+def episodes_of(row: reader.EpisodeFile) -> tuple[record.Recorded, ...]:
+    return record.from_columns(record.read_columns(row.path))
+
+
+def played(run: Run, folder: Path) -> Path:
+    main.run(run, out=folder, quiet=True)
+    return folder
+
+
+LONG = pytest.mark.prove
+
+
+@pytest.mark.parametrize(
+    ("staleness", "algorithm"),
+    [
+        pytest.param(k, a, id=f"{k}-{a.name}", marks=LONG)
+        for k, a in ((1, FILTERED), (1, GRPO), (4, GRPO), (4, FILTERED))
+    ],
+)
+def test_a_deterministic_run_is_the_same_whatever_takes_how_long(
+    staleness: int, algorithm: Any, tmp_path: Path
+) -> None:
+    run = run_of(staleness, algorithm=algorithm)
+    one, two = (digest(played(run, tmp_path / name)) for name in ("one", "two"))
+    assert one == two
+    for step in [s for s in reader.steps(tmp_path / "one") if s.stage == "rl"]:
+        assert step.gauges["rollout/most_behind"].sum <= staleness
+
+
+def test_groups_of_a_deterministic_run_have_the_promised_version(tmp_path: Path) -> None:
+    folder = played(run_of(2), tmp_path / "run")
+    begun = next(s.version for s in reader.steps(folder) if s.stage == "rl") - 1
+    for row in reader.episode_files(folder):
+        if row.stage == "rl" and row.kind == "train":
+            said = {int(v) for e in episodes_of(row) for s in e.episode.segments for v in s.version[s.mask]}
+            assert said == {begun + max(0, row.index - 1 - 2)}
+
+
+@LONG
+@pytest.mark.parametrize("how", ["interrupted", "broken"])
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_cut_and_resumed_is_never_cut(
+    staleness: int, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a border by a signal, where the queue is saved; and inside a step, back to the checkpoint before it."""
+    run = run_of(staleness, algorithm=FILTERED)
+    if not staleness:  # there the engine's counters are in the record, and they tell how long tools took
+        run = replace(run, env=replace(run.env, name="arithmetic"))
+    whole = digest(played(run, tmp_path / "whole"))
+    learn = ReinforceDriver._learn
+
+    async def cut(self: ReinforceDriver, asked: Experience) -> Step:
+        if asked.index == 3 and how == "interrupted":
+            self.stopper.stop(15)
+        if asked.index == 4 and how == "broken":
+            raise RuntimeError("the machine broke")
+        return await learn(self, asked)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReinforceDriver, "_learn", cut)
+        with pytest.raises((Interrupted, RuntimeError)):
+            played(run, tmp_path / "cut")
+    assert len([s for s in reader.steps(tmp_path / "cut") if s.stage == "rl"]) == 3
+    main.run(resume=tmp_path / "cut", quiet=True)
+    assert digest(tmp_path / "cut") == whole
+
+
+@LONG
+@pytest.mark.parametrize("update", ["drain", "inflight"])
+def test_a_free_run_loses_and_doubles_nothing(update: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut twice on its way: every prompt is learned from once, in the order of the file, no token older than 2."""
+    run = replace(run_of(2, deterministic=False, steps=8), engine=Embedded(update=update))
+    learn = ReinforceDriver._learn
+    cuts = {3, 6}
+
+    async def cut(self: ReinforceDriver, asked: Experience) -> Step:
+        if asked.index in cuts:
+            cuts.remove(asked.index)
+            self.stopper.stop(15)
+        return await learn(self, asked)
+
+    monkeypatch.setattr(ReinforceDriver, "_learn", cut)
+    with pytest.raises(Interrupted):
+        played(run, tmp_path / "run")
+    with pytest.raises(Interrupted):
+        main.run(resume=tmp_path / "run", quiet=True)
+    main.run(resume=tmp_path / "run", quiet=True)
+    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    assert [s.index for s in steps] == list(range(1, 9))
+    assert all(s.gauges["rollout/most_behind"].sum <= 2 for s in steps)
+    assert max(s.gauges["rollout/most_behind"].sum for s in steps) >= 1, "samples did run ahead"
+    asked = [
+        (e.episode.task.id, e.episode.visit, e.episode.sibling)
+        for row in reader.episode_files(tmp_path / "run")
+        if row.stage == "rl" and row.kind == "train"
+        for e in episodes_of(row)
+    ]
+    assert len(set(asked)) == len(asked) == 8 * 4 * 4
+    walk = Prompts(posttrain_source(run), run.seed)
+    expected = [next(walk) for _ in range(8 * 4)]
+    assert [(t.id, v) for t, v in expected for _ in range(4)] == [(t, v) for t, v, _ in asked]
+
+
+def posttrain_source(run: Run) -> Any:
+    from posttrain.api.environments import make_environment
+
+    return make_environment(run).train
+
+
+@LONG
+@pytest.mark.parametrize("algorithm", [GRPO, FILTERED], ids=["grpo", "filtered"])
+def test_staleness_zero_through_the_queue_is_the_synchronous_run(
+    algorithm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a filter the two may ask other numbers of groups at once, so there only the first step is compared."""
+    run = run_of(0, algorithm=algorithm)
+    played(run, tmp_path / "waves")
+    made = list[GroupQueue]()
+
+    def queue(self: ReinforceDriver, prompts: Prompts, sampling: Any) -> GroupSource:
+        stage, state = self.stage, self.state
+        of = (self.setting.rollout, prompts, sampling, "train/rl", stage.algorithm.request(stage))
+        made.append(GroupQueue(*of, state.step + 1, stage.steps, 0, True, deque(maxlen=1)))
+        return made[-1]
+
+    monkeypatch.setattr(ReinforceDriver, "_groups", queue)
+    played(run, tmp_path / "queue")
+    assert made
+    if algorithm is GRPO:
+        told = [[(s.index, s.version, dict(_own(s))) for s in reader.steps(tmp_path / n)] for n in ("waves", "queue")]
+        assert told[0] == told[1]
+    rows = [
+        [
+            e.episode
+            for r in reader.episode_files(tmp_path / n)
+            if (r.stage, r.index, r.kind) == ("rl", 1, "train")
+            for e in episodes_of(r)
+        ]
+        for n in ("waves", "queue")
+    ]
+    for a, b in zip(*rows, strict=False):
+        assert (a.task.id, a.sibling) == (b.task.id, b.sibling)
+        assert all(np.array_equal(x.ids, y.ids) for x, y in zip(a.segments, b.segments, strict=True))
+
+
+def _own(step: Step) -> Any:
+    """The gauges of a step that are not the engine's own counters."""
+    return {n: g for n, g in step.gauges.items() if not n.startswith("engine/")}
+
+
+@LONG
+def test_weights_are_pushed_every_so_many_optimizer_steps(tmp_path: Path) -> None:
+    folder = played(run_of(1, minibatches=2, sync_every=4, steps=8, eval_every=0), tmp_path / "run")
+    steps = [s for s in reader.steps(folder) if s.stage == "rl"]
+    begun = steps[0].version - 2
+    for row in reader.episode_files(folder):
+        if row.stage == "rl" and row.kind == "train":
+            said = {int(v) for e in episodes_of(row) for s in e.episode.segments for v in s.version[s.mask]}
+            assert all((v - begun) % 4 == 0 for v in said), "no version between two pushes has said a token"
+    assert max(s.gauges["rollout/most_behind"].sum for s in steps) == 2, "staleness 1, and 2 steps a push"
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"staleness": -1}, "must be >= 0"),
+        ({"minibatches": 2, "sync_every": 3}, "use a multiple of 2"),
+        ({"sync_every": 2, "eval_every": 3}, "eval_every=3"),
+        ({"sync_every": 2, "checkpoint_every": 3}, "checkpoint_every=3"),
+        ({"sync_every": 0}, "use a multiple of 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        tiny_run(**{"eval_every": 0, "checkpoint_every": 0} | settings)
+
+
+def test_what_it_means_for_the_algorithm_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    stage = tiny_run(staleness=2, steps=1).stages[-1]
+    assert isinstance(stage, Reinforce)
+    from posttrain.controller.stages.reinforce import staleness_words
+
+    assert "cannot see" in " ".join(staleness_words(stage, False)) and len(staleness_words(stage, True)) == 2
+    assert staleness_words(replace(stage, staleness=0), False) == []
