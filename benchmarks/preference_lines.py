@@ -266,11 +266,9 @@ def page(rows: Sequence[LineRow]) -> str:
         f"- `{name}` at noise {', '.join(f'{n:g}' for n in told.noise)}: {told.why}." for name, told in FAILS.items()
     ]
     lines += ["", "Looked into afterwards:", ""]
-    lines += [f"- `{name}`: {said}." for name, said in FOUND.items()]
+    lines += [f"- `{name.replace(', ', '`, `')}`: {said}." for name, said in FOUND.items()]
     lines += [
-        "- Equal to the last digit: `slic` and `rso`, which differ in how pairs are drawn, and here they are given;"
-        " `kto` and `apo_zero_unpaired`, which differ by KTO's z, and it stays 0 here, because completions get less"
-        " likely under the prompts of others."
+        "- Equal to the last digit: `slic` and `rso`, which differ in how pairs are drawn, and here they are given."
     ]
     made = {(r.line, r.seed, r.noise) for r in rows}
     if missing := [x for x in every(PREFERENCES, SEEDS, NOISES) if x not in made]:
