@@ -32,6 +32,20 @@ from tests.tiny import MODEL, tiny_run
 STEPS = 20
 """Steps of a run a fault may take to be caught."""
 ROOT = Path(__file__).parents[1]
+BOUND = 2
+"""By how many steps samples may be older in runs of faults between asking and learning."""
+AHEAD = ("ahead", "ahead_resume")
+RESUMED = ("resume", "ahead_resume")
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", *AHEAD)
+"""What faults need that are planted into a reinforcement stage, or before its first step."""
+
+
+def acts_ahead(fault: Fault, deterministic: bool) -> bool:
+    """Whether a fault can act in a run of reinforcement whose groups are asked ahead. A model with a recurrent state
+    cannot be `deterministic`."""
+    if fault.needs not in IN_REINFORCEMENT or fault.name == "groups_interleaved":
+        return False
+    return not deterministic or not (fault.needs == "state" or fault.name in ("fastest_first", "inflight_cache_kept"))
 
 
 class Twice(Arithmetic):
@@ -90,7 +104,7 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         slots=32,
     )
     needs = fault.needs if fault else ""
-    if needs == "tool":
+    if needs in ("tool", *AHEAD):
         run = replace(run, env=replace(run.env, name="twice"))
     if needs == "bos":
         run = replace(run, model=Model(path=str(_begins(folder / "bos")), context=64))
@@ -98,10 +112,15 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(run, model=Model(path=str(_remembers(folder / "state")), context=64))
     if needs == "chat":
         run = _chat(run, folder)
-    if needs == "resume":
+    if needs in AHEAD:
         stage = run.stages[-1]
         assert isinstance(stage, Reinforce)
-        run = replace(run, stages=(replace(stage, steps=3, checkpoint_every=1),), keep_checkpoints=10)
+        run = replace(run, stages=(replace(stage, staleness=stage.staleness or BOUND),))
+    if needs in RESUMED:
+        stage = run.stages[-1]
+        assert isinstance(stage, Reinforce)
+        few = 3 if needs == "resume" else 6
+        run = replace(run, stages=(replace(stage, steps=few, checkpoint_every=1),), keep_checkpoints=10)
     if fault is not None and fault.needs == "sft":
         run = replace(base, stages=base.stages[:1])
     if needs in ("reward_model", "judge"):
@@ -144,14 +163,14 @@ def _rewarded(run: Run, needs: str) -> Run:
     return replace(run, model=model, env=paid, stages=(rm, rl))
 
 
-def catch(fault: Fault, model: Path, folder: Path) -> Caught | None:
-    """Run it with the fault planted; what caught it first, or None."""
-    run = smallest(fault, model, folder)
+def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = False, **rl: Any) -> Caught | None:
+    """Run it with the fault planted; what caught it first, or None. `rl`: settings of its reinforcement stage."""
+    run = replace(smallest(fault, model, folder, **rl), deterministic=deterministic)
     out = folder / fault.name
     words = (*fault.shows, f"fault={fault.name}")
     try:
         posttrain.run(run, *words, out=out, quiet=True, allow_fault=True)
-        if fault.needs == "resume":
+        if fault.needs in RESUMED:
             second = sorted((out / "checkpoints").glob("*-rl-000002"))[0]
             posttrain.run(resume=second, quiet=True, allow_fault=True)
     except PosttrainError as error:
