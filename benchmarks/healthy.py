@@ -279,7 +279,7 @@ def _second(run: Drawn, scratch: Path) -> Path:
                 out=Path(temporary) / "run",
                 quiet=True,
             )
-            made = posttrain.export(done.folder, Path(temporary) / "model")
+            made = Path(posttrain.export(done.folder, Path(temporary) / "model"))
             with contextlib.suppress(OSError):
                 made.rename(folder)
     return folder

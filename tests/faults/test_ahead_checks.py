@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.checks import ahead, fresh
+from posttrain.checks.draws import Bets
+from posttrain.checks.probe_round import ProbeCheck
 from posttrain.checks.sampler import said_by_these_weights
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
@@ -21,6 +25,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.streams import START
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.diagnose.played import ages
+from posttrain.role.events import PlayedEvent
 from posttrain.role.prompts import Prompts
 
 
@@ -157,3 +162,19 @@ def test_a_version_that_was_not_promised_is_refused() -> None:
     said_by_these_weights([group(TASK, versions=((3, 4),))], (3, 4))
     with pytest.raises(InvariantError, match="tokens said by version 2"):
         said_by_these_weights([group(TASK, versions=((2, 4),))], (3, 4))
+
+
+def test_a_probe_of_older_weights_is_given_up() -> None:
+    """With `sync_every` the learner may go on before a probe has ended. Its turns are of weights that are gone."""
+
+    async def work() -> bool:
+        check = ProbeCheck(Bets())
+        check._version = 3
+        check._saying = asking = asyncio.ensure_future(asyncio.sleep(3600, [group(TASK)]))
+        roles = SimpleNamespace(stage=SimpleNamespace(most_behind=1), trainer=SimpleNamespace(version=4))
+        event = PlayedEvent(Experience(1, 3, (group(TASK),), (True,), 1))
+        assert check.on_event(cast("Any", roles), event) is None and check._saying is None
+        await asyncio.gather(asking, return_exceptions=True)
+        return asking.cancelled()
+
+    assert asyncio.run(work())
