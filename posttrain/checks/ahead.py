@@ -175,7 +175,7 @@ def digest_of(group: Group) -> str:
     out = hashlib.blake2b(digest_size=8)
     for e in group.episodes:
         for s in e.segments:
-            for x in (s.ids, s.mask, s.logp, s.version):
+            for x in (s.ids, s.mask, s.logp[s.mask], s.version[s.mask]):
                 out.update(np.ascontiguousarray(x).tobytes())
     return out.hexdigest()
 
@@ -242,7 +242,7 @@ class AheadCheck(Observer):
             case PackedEvent() | DifferentiatedEvent() | LearnedEvent():
                 pushed_between_steps(self._served, now, None, "Inside a step")
             case PushedEvent():
-                due = roles.trainer.version - self._served >= (roles.stage.sync_every or 1)
+                due = event.experience.index % roles.stage.sync_steps == 0
                 pushed_between_steps(self._served, now, roles.trainer.version if due else None, "After a step")
             case _:
                 pass
