@@ -177,7 +177,10 @@ def page(rows: list[Row], steps: int) -> str:
     ]
     lines += [*(f"- `{name}` {why}." for name, (_, why) in REGIME.items() if name in names)]
     lines += (
-        ["- `opd` and `gkd` learn from a teacher, not from rewards: the same start after as many steps of dr_grpo."]
+        [
+            "- `opd`, `iw_opd`, `mopd` and `gkd` learn from a teacher, not from rewards: the same start after as many"
+            " steps of dr_grpo."
+        ]
         if "opd" in names
         else []
     )

@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,8 +38,9 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.single import Generated, SingleTurn
+from posttrain.role.group_queue import Waves
 from posttrain.role.prompts import Prompts
-from posttrain.role.roles import ReinforceRoles
+from posttrain.role.roles import ReinforceRoles, stream_of
 
 NO_KL = patch(GRPO, "grpo_no_kl", "2402.03300", pull=None)
 
@@ -144,12 +146,14 @@ def make_roles(parts: RunParts) -> ReinforceRoles:
     """The roles of the run's one stage, as `controller.stages` builds them."""
     stage = parts.run.stages[0]
     assert isinstance(stage, Reinforce)
+    prompts = Prompts(parts.environment.train, parts.run.seed)
     return ReinforceRoles(
         run=parts.run,
         stage=stage,
         sampling=parts.sampling(stage),
         rollout=parts.rollout,
-        prompts=Prompts(parts.environment.train, parts.run.seed),
+        prompts=prompts,
+        groups=Waves(parts.rollout, prompts, parts.sampling(stage), stream_of(stage), deque(maxlen=1)),
         learner=parts.learner,
         trainer=parts.trainer(stage.optimizer, stage.micro_tokens),
         sync=parts.sync,
@@ -167,7 +171,8 @@ async def serve(wire: Wire, job: Job, folder: Path) -> None:
     policy = make_policy(run, env)
     with Book.create(folder, run, facts(policy, threads)) as book:
         parts = make_parts(run, policy, env, book, [])
-        lengths = parts.rollout.sampler = ForcedLengths(parts.sampler)
+        lengths = ForcedLengths(parts.sampler)
+        parts.rollout.sampler = lengths  # type: ignore[assignment]  # it is asked for turns, not for scores
         roles = make_roles(parts)
         await parts.publish()
         await roles.watch.begin(roles)

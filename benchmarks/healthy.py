@@ -51,7 +51,7 @@ PART = 100
 """Runs that the same processes play, before new ones take over: what a run leaves behind in memory goes with them."""
 RL_LR = 5e-4
 """What the recipes have; a run's lies up to ten times above or below."""
-TEACHERS = ("opd", "gkd")
+TEACHERS = tuple(name for name, a in LADDER.items() if a.rewards == "none")
 SHOWN = tuple(name for name, a in LADDER.items() if a.shown is not None)
 """They learn from demonstrations, which no truncated sampler drew."""
 BEST = tuple(name for name, a in LADDER.items() if any(isinstance(s, BestOf) for s in a.shape))

@@ -232,8 +232,9 @@ def main(name: str, job: Job) -> None:
         forget_peak()
         begun, cpu = time.perf_counter(), _cpu()
         norm = side.step(command.get("micro", 0))
-        seconds, used = time.perf_counter() - begun, _cpu() - cpu
-        wire.send(seconds=seconds, process_seconds=used, norm=norm, before_mb=before, extra=side.told(), **memory_mb())
+        seconds, used, memory = time.perf_counter() - begun, _cpu() - cpu, memory_mb()
+        memory["peak_mb"] = max(memory["peak_mb"], before)  # the kernel adds up its counters of pages late
+        wire.send(seconds=seconds, process_seconds=used, norm=norm, before_mb=before, extra=side.told(), **memory)
 
 
 def _cpu() -> float:

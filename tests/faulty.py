@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +47,7 @@ def acts_ahead(fault: Fault, deterministic: bool) -> bool:
     cannot be `deterministic`."""
     if fault.needs not in IN_REINFORCEMENT or fault.name == "groups_interleaved":
         return False
-    return not deterministic or not (fault.needs == "state" or fault.name in ("fastest_first", "inflight_cache_kept"))
+    return not deterministic or not (fault.needs == "state" or fault.name == "fastest_first")
 
 
 class Twice(Arithmetic):
@@ -66,9 +68,23 @@ class Twice(Arithmetic):
         return super().distractor(task) * 2
 
 
+class Waits(Twice):
+    """The same, with a tool between the turns that takes a time which no seed decides. So groups do not end in the order
+    in which they were asked, and some of them are said by two versions."""
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        talk.see(task.prompt)
+        first = await talk.say()
+        if first.stop is not Stop.SAID:
+            return first.stop
+        await asyncio.sleep(random.random() * 0.03)
+        talk.see("=")
+        return (await talk.say()).stop
+
+
 SUMS = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 9}, heldout=20)
 """Answers of one and of two digits, so that lengths differ."""
-GALLERY["twice"] = f"{__name__}:Twice"
+GALLERY["twice"], GALLERY["waits"] = f"{__name__}:Twice", f"{__name__}:Waits"
 
 
 @dataclass(frozen=True)
@@ -105,7 +121,7 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
     )
     needs = fault.needs if fault else ""
     if needs in ("tool", *AHEAD):
-        run = replace(run, env=replace(run.env, name="twice"))
+        run = replace(run, env=replace(run.env, name="twice" if needs == "tool" else "waits"))
     if needs == "bos":
         run = replace(run, model=Model(path=str(_begins(folder / "bos")), context=64))
     if needs == "state":

@@ -36,10 +36,11 @@ PUBLIC = {
     "posttrain.core.algorithm": "Algorithm patch",
     "posttrain.core.preference": "PreferenceAlgorithm",
     "posttrain.core.pieces.piece": "Piece",
-    "posttrain.core.pieces.baseline": "Baseline Zero ToGo Ema GroupMean Others LengthMean EnergyMean SoftMean"
-    " SecondBest Greedy StepMean TurnMean AnchorMean Value",
+    "posttrain.core.pieces.baseline": "Baseline Zero ToGo Ema GroupMean Others LengthMean EnergyMean OffPolicyMean"
+    " SoftMean SecondBest Greedy StepMean TurnMean AnchorMean Value",
     "posttrain.core.pieces.trust": "TrustRegion Clip Cap Taper Soft Geometric Divergence FutureKL Hump",
     "posttrain.core.pieces.pull": "Pull KL SequenceL2 TokenL2",
+    "posttrain.core.pieces.step": "StepScale EffectiveSize",
     "posttrain.core.pieces.correction": "Correction Truncate Mask BinaryKL Reject Veto NegativeMask",
     "posttrain.core.pieces.shape": "Shaping Signed Overlong DropTruncated BestOf RankLength TargetLength RateLength"
     " Cosine Repetition Gate RelativeLength",
@@ -95,6 +96,7 @@ PUBLIC = {
     "posttrain.algorithm.correction": "factor",
     "posttrain.algorithm.pull": "pull_term",
     "posttrain.algorithm.shape": "shape",
+    "posttrain.algorithm.step_scale": "step_share",
     "posttrain.algorithm.trust": "pushed Push TrustInputs",
     "posttrain.algorithm.link": "link statistic divergence noisy owed Margins Completions",
     "posttrain.algorithm.preference": "added",

@@ -14,7 +14,7 @@ from functools import singledispatch
 import numpy as np
 
 from posttrain.algorithm.register import missing
-from posttrain.algorithm.sample import Sample, joined, noise_of
+from posttrain.algorithm.sample import Sample, joined, noise_of, said_logp
 from posttrain.algorithm.spread import Array, compared, from_lowest, mean
 from posttrain.algorithm.turns import by_state, by_turn
 from posttrain.algorithm.value import gae, v_trace
@@ -27,6 +27,7 @@ from posttrain.core.pieces.baseline import (
     Greedy,
     GroupMean,
     LengthMean,
+    OffPolicyMean,
     Others,
     SecondBest,
     SoftMean,
@@ -36,6 +37,7 @@ from posttrain.core.pieces.baseline import (
     Value,
     Zero,
 )
+from posttrain.core.scored import Scored
 from posttrain.core.spread import rounding, spread
 from posttrain.core.streams import ENERGY, START, VALUE
 from posttrain.core.types import Episode
@@ -55,6 +57,8 @@ class Siblings:
     """Reward of the prompt's greedy answer, where there is one."""
     ema: float = 0.0
     """The moving baseline before these samples."""
+    scored: Sequence[Scored] = ()
+    """The siblings with the streams that the algorithm reads."""
 
 
 @singledispatch
@@ -99,6 +103,19 @@ def _(b: Others, siblings: Siblings) -> tuple[Array, float]:
 def _(b: LengthMean, siblings: Siblings) -> tuple[Array, float]:
     over, total = from_lowest(siblings.rewards), math.fsum(siblings.lengths)
     return over - (math.fsum(siblings.lengths * over) / total if total else 0.0), siblings.ema
+
+
+@centred.register
+def _(b: OffPolicyMean, siblings: Siblings) -> tuple[Array, float]:
+    """Rewards 1, 0, 0 with log w = log 2, 0, 0 and energies 1, 1, 2: weights 4, 1, 2, baseline 4/7."""
+    over = from_lowest(siblings.rewards)
+    energy = np.array([math.fsum(joined(s[ENERGY])) for s in siblings.scored])
+    log_w = np.array([math.fsum(joined(s[START]) - said_logp(s)) for s in siblings.scored])
+    if not np.any(energy > 0):  # nobody has a gradient, so no baseline is better than another
+        return over - mean(over), siblings.ema
+    log_w -= log_w[energy > 0].max()  # so that the largest weight is not 0 nor inf
+    weight = np.where(energy > 0, np.exp(2 * np.minimum(log_w, 0.0)) * energy, 0.0)
+    return over - math.fsum(weight * over) / math.fsum(weight), siblings.ema
 
 
 @centred.register
@@ -156,8 +173,7 @@ def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
     if len(rewards_T):
         rewards_T[-1] += s.shaped - math.fsum(s.paid_T)
     if value.trace is not None:
-        mu = [segment.logp[segment.mask] for segment in s.scored.episode.segments]
-        log_T = joined(s.scored[START]) - np.concatenate([np.zeros(0), *mu])
+        log_T = joined(s.scored[START]) - said_logp(s.scored)
         return v_trace(
             values_T, rewards_T, np.exp(log_T), gamma=value.gamma, gae_lambda=value.gae_lambda, cap=value.trace
         )

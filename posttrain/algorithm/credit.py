@@ -160,9 +160,8 @@ def _by_samples(
 def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: float) -> tuple[Array, float]:
     """(reward minus baseline [G] of one prompt, the moving baseline afterwards)."""
     greedy = group.group.greedy
-    return centred(
-        a.baseline, Siblings(r, lengths, 0.0 if greedy is None or greedy.reward is None else greedy.reward, ema)
-    )
+    best = 0.0 if greedy is None or greedy.reward is None else greedy.reward
+    return centred(a.baseline, Siblings(r, lengths, best, ema, group.episodes))
 
 
 def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:

@@ -11,12 +11,16 @@ import numpy as np
 import torch
 
 from posttrain.algorithm.objective import Terms, objective, supervised
+from posttrain.algorithm.step_scale import step_share
 from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.scores import TokenScores
 from posttrain.core.streams import TOP_IDS, WEIGHT
+
+STEP_SHARE = "optim/share"
+"""The gauge by which a loss sets the share of the learning rate of its optimizer step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +46,8 @@ class Loss(Protocol):
         ...
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
-        """Gauges of the whole minibatch, from its micro-batches in order."""
+        """Gauges of the whole minibatch, from its micro-batches in order. With `STEP_SHARE` among them, the optimizer
+        step uses that share of the learning rate."""
         ...
 
 
@@ -61,7 +66,8 @@ class PolicyLoss:
         return objective(self.algorithm, streams(micro, scores.logp.device), scores)
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
-        return merge(*(p.gauges for p in parts))
+        whole, scale = merge(*(p.gauges for p in parts)), self.algorithm.step_scale
+        return whole if scale is None else {**whole, STEP_SHARE: Gauge(step_share(scale, whole), 1)}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from posttrain.algorithm.correction import Corrected, correct
 from posttrain.algorithm.distance import jensen_shannon
 from posttrain.algorithm.minibatch import CHOSEN, IMITATE, MIX, WAS_SHOWN
 from posttrain.algorithm.pull import pull_term
+from posttrain.algorithm.step_scale import ANSWER_RATIO, ANSWER_RATIO_SQUARE
 from posttrain.algorithm.streams import Streams
-from posttrain.algorithm.trust import Push, TrustInputs, importance, push
+from posttrain.algorithm.trust import Push, TrustInputs, bounded_exp, importance, push
 from posttrain.algorithm.value import value_loss
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import InvariantError
@@ -73,6 +74,8 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     gauge_sums.drift(logp_M, start_M, log_ratio_M, scores.entropy, knows_start=START in batch or "start" in a.reads)
     if corrected is not None:
         gauge_sums.correction(corrected)
+    if a.step_scale is not None:
+        gauge_sums.answers(logp_M.detach())
     loss = (batch[WEIGHT] * term_M).sum()
     return Terms(loss if a.imitate is None else loss + imitation(a, logp_M, batch), gauge_sums.gauges())
 
@@ -154,6 +157,8 @@ class _GaugeSums:
     def __init__(self, batch: Streams) -> None:
         self._batch = batch
         self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, float] = {}
+        """What a gauge counts, where that is not tokens."""
 
     def _add(self, name: str, x_M: Tensor) -> None:
         self._sums[name] = x_M.detach().sum(dtype=self._batch[WEIGHT].dtype)
@@ -203,7 +208,17 @@ class _GaugeSums:
         self._add("correction/used_square", corrected.used_M.square())
         self._add("correction/silenced", corrected.used_M == 0)
 
+    def answers(self, now_M: Tensor) -> None:
+        """pi(y)/mu(y) of every response, not bounded by any trust region. Each token has its share of the response's
+        number, so that the sum over tokens is that over responses."""
+        b = self._batch
+        ratio_M, length_M = bounded_exp(b.episode_sum(now_M - b[MU])), b.episode_length()
+        self._add(ANSWER_RATIO, ratio_M / length_M)
+        self._add(ANSWER_RATIO_SQUARE, ratio_M.square() / length_M)
+        responses = round(float((1 / length_M).sum()))
+        self._counts |= dict.fromkeys((ANSWER_RATIO, ANSWER_RATIO_SQUARE), responses)
+
     def gauges(self) -> Gauges:
         count = float(len(self._batch[WEIGHT]))
         sums = torch.stack(list(self._sums.values())).cpu().numpy()
-        return {name: Gauge(float(x), count) for name, x in zip(self._sums, sums, strict=True)}
+        return {name: Gauge(float(x), self._counts.get(name, count)) for name, x in zip(self._sums, sums, strict=True)}

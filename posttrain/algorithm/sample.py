@@ -63,10 +63,27 @@ def penalty(a: Algorithm, scored: Scored) -> Array:
     pull = a.kl_in_credit
     if pull is None:
         return np.zeros(scored.episode.spoken)
-    mu = tuple(s.logp[s.mask] for s in scored.episode.segments)
-    said_T = joined(scored[START] if a.anchor == "start" else mu)
+    said_T = joined(scored[START]) if a.anchor == "start" else said_logp(scored)
     gap_T = said_T - joined(scored[REFERENCE])
-    return pull.coef * kl.estimate(pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
+    each_T = kl.estimate(pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
+    return pull.coef * each_T * early_weight(pull.early, gap_T)
+
+
+def early_weight(early: float, gap_T: Array) -> Array:
+    """1 + early * (share of the response's |log pi - log ref| that lies at a token or after it) [T] (IW-OPD).
+
+    Gaps .2, -.1, .1 and early .5: shares 1, .5, .25, weights 1.5, 1.25, 1.125.
+    """
+    size_T = np.abs(gap_T)
+    total = math.fsum(size_T)
+    if not early or total <= 0:
+        return np.ones_like(gap_T)
+    return 1 + early * (1 - (np.cumsum(size_T) - size_T) / total)
+
+
+def said_logp(scored: Scored) -> Array:
+    """The sampler's log-probs of the spoken tokens [T]."""
+    return joined(tuple(s.logp[s.mask] for s in scored.episode.segments))
 
 
 def joined(parts: tuple[np.ndarray, ...]) -> Array:

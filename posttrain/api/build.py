@@ -22,7 +22,7 @@ from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import RewardModels, with_reward_head
 from posttrain.api.target import open_policy
 from posttrain.checks.watch import observers, of_run
-from posttrain.controller.parts import RunParts, StageSetting
+from posttrain.controller.parts import RunParts, StageSetting, nothing_waits
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.book import Book
@@ -34,6 +34,7 @@ from posttrain.core.run import Model, Run
 from posttrain.core.stage import Optimizer, Stage, check_patterns
 from posttrain.core.version import VERSION
 from posttrain.engine import eight_bit
+from posttrain.engine.embedded.engine import EmbeddedEngine
 from posttrain.engine.embedded.replay import Replay
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
@@ -360,4 +361,5 @@ def make_parts(
         watch=of_run(),
         trackers=trackers,
         close=close,
+        idle=roles.engine.idle if isinstance(roles.engine, EmbeddedEngine) else nothing_waits,
     )

@@ -141,7 +141,7 @@ class _GradientTaker:
                 self.taken[name] = self.taken[name] + found if name in self.taken else found
                 p.grad = None
 
-    def step(self) -> float:
+    def step(self, share: float = 1.0) -> float:
         self.gather()
         return float(torch.nn.utils.get_total_norm(list(self.taken.values()))) if self.taken else 0.0
 
@@ -152,7 +152,13 @@ class _GradientTaker:
         return self._parameters
 
     def expected_update(
-        self, config: Any, name: str, gradient: torch.Tensor, norm: float, at: int | None = None
+        self,
+        config: Any,
+        name: str,
+        gradient: torch.Tensor,
+        norm: float,
+        at: int | None = None,
+        share: float = 1.0,
     ) -> ExpectedUpdate:
         return ExpectedUpdate(torch.zeros(gradient.shape if at is None else (1,), dtype=torch.float64), {}, 0.0)
 

@@ -52,6 +52,7 @@ NEUTRAL = {
         "curriculum",
         "imitate",
         "distill",
+        "step_scale",
     },
     "loss": {
         "name",
@@ -67,6 +68,7 @@ NEUTRAL = {
         "entropy",
         "curriculum",
         "rewards",
+        "step_scale",
     },
 }
 """Choices of an algorithm that do not affect its credit, or the gradient of its loss by a log-prob."""

@@ -139,21 +139,21 @@ class Handed:
     """Copies of the same parameters."""
 
     @classmethod
-    def of(cls, optimizer: Any, config: Optimizer) -> Handed:
-        """`config` is the stage's, whatever the optimizer was built with."""
-        trained = optimizer.trained()
+    def of(cls, optimizer: Any, config: Optimizer, share: float = 1.0) -> Handed:
+        """`config` is the stage's, whatever the optimizer was built with; `share` is that of the learning rate."""
+        trained, part = optimizer.trained(), {} if share == 1 else {"share": share}
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
         norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads.values()))
         largest: dict[str, Largest] = {}
         for name, g in grads.items():
             at = int(g.abs().argmax())
             if float(g.flatten()[at]):
-                told = optimizer.expected_update(config, name, g, norm, at)
+                told = optimizer.expected_update(config, name, g, norm, at, **part)
                 weight = float(trained[name].detach().flatten()[at])
                 largest[name] = Largest(at, weight, float(told.move), math.inf if told.along else told.size)
         first = not optimizer.state_tensors().get("steps", 1)
         small = [n for n, g in grads.items() if g.numel() <= SAMPLED] if first else []
-        expected = {n: optimizer.expected_update(config, n, grads[n], norm) for n in small}
+        expected = {n: optimizer.expected_update(config, n, grads[n], norm, **part) for n in small}
         return cls(norm, largest, expected, {n: trained[n].detach().clone() for n in small})
 
 
@@ -265,10 +265,10 @@ class UpdateCheck(Observer):
 
     def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
         match event:
-            case DifferentiatedEvent(packed, _):
+            case DifferentiatedEvent(packed, _, share):
                 falls = roles.stage.optimizer.schedule != "constant" and due(packed.index)
                 asked = _carries(packed) and (falls or not self._moved)
-                self._handed = Handed.of(roles.trainer.optimizer, roles.stage.optimizer) if asked else None
+                self._handed = Handed.of(roles.trainer.optimizer, roles.stage.optimizer, share) if asked else None
             case LearnedEvent(lr=lr) if self._handed is not None:
                 handed, self._handed = self._handed, None  # it holds copies of weights
                 return ObserverReport(self._follow(roles, handed, lr))

@@ -98,6 +98,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                         seen, note = left_out(roles, batch, e.index, error)
                         partial.skipped.append(note)
                     partial.learned.append(seen)
+        with roles.clock.of("rollout"):
+            await roles.groups.proceed()
         with roles.clock.of("sync"):
             if e.index % stage.sync_steps == 0 and roles.sync.due(roles.trainer.version):
                 await roles.sync.push(roles.trainer.version)

@@ -23,6 +23,7 @@ from posttrain.core.pieces.correction import Correction
 from posttrain.core.pieces.piece import Piece, named
 from posttrain.core.pieces.pull import KL, Pull
 from posttrain.core.pieces.shape import BestOf, Shaping
+from posttrain.core.pieces.step import StepScale
 from posttrain.core.pieces.token import Curriculum, Distill, EntropyBonus, Imitate, Shown, Tokens
 from posttrain.core.pieces.trust import TrustRegion
 from posttrain.core.request import RolloutRequest
@@ -90,6 +91,8 @@ class Algorithm:
     """Demonstrations among the siblings; none: all siblings are sampled."""
     distill: Distill | None = None
     """Learning from a teacher over whole next-token distributions; none: no teacher."""
+    step_scale: StepScale | None = None
+    """The share of the learning rate that an optimizer step uses, by its minibatch; none: all of it."""
     note: str = ""
     """Where the paper and popular code differ, and what this library does."""
     parent: Algorithm | None = None

@@ -19,6 +19,7 @@ from posttrain.core.pieces.baseline import (
     Greedy,
     GroupMean,
     LengthMean,
+    OffPolicyMean,
     Others,
     SecondBest,
     SoftMean,
@@ -27,9 +28,10 @@ from posttrain.core.pieces.baseline import (
     TurnMean,
     Value,
 )
-from posttrain.core.pieces.correction import NegativeMask, Truncate
+from posttrain.core.pieces.correction import Mask, NegativeMask, Truncate
 from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import BestOf, Overlong, Signed
+from posttrain.core.pieces.step import EffectiveSize
 from posttrain.core.pieces.token import (
     ClipCov,
     Distill,
@@ -67,6 +69,8 @@ PKPO         = _patch(REINFORCE, "pkpo",         "2505.15201", shape=(BestOf(k=4
 MAXRL_SUCCESS = _patch(REINFORCE, "maxrl_success", "2602.02710", scale="group_mean")
 KIMI         = _patch(REINFORCE, "kimi_k15",     "2501.12599", baseline=GroupMean(), pull=SequenceL2(coef=0.1),
                                                                anchor="start", curriculum=Priority(floor=0.05))
+DRO          = _patch(KIMI,      "dro",          "2405.19107", pull=TokenL2(coef=0.025), aggregate="token_mean",
+                                                               curriculum=None)
 TOPR         = _patch(REINFORCE, "topr",         "2503.14286", ratio="sequence_product", clip=Taper(cap=1.0),
                                                                shape=(Signed(),))
 
@@ -76,6 +80,8 @@ PPO          = _patch(REINFORCE, "ppo",          "1707.06347", baseline=Value(ga
                                                                ratio="token", anchor="start",
                                                                clip=Clip(low=0.2, high=0.2), aggregate="token_mean")
 DUAL_CLIP    = _patch(PPO,       "dual_clip",    "1912.09729", clip=Clip(low=0.2, high=0.2, cap=3.0))
+V_TRACE      = _patch(PPO,       "v_trace",      "1802.01561", baseline=Value(gae_lambda=1.0, clip=None, trace=1.0),
+                                                               correction=(Truncate(cap=1.0),), whiten=None)
 VAPO         = _patch(PPO,       "vapo",         "2504.05118", baseline=Value(gae_lambda=1.0, length_alpha=0.05,
                                                                               warmup=5),
                                                                clip=Clip(low=0.2, high=0.28), imitate=Imitate(coef=0.1))
@@ -104,6 +110,11 @@ CHORD        = _patch(GRPO,      "chord",        "2508.11408", shown=Shown(sibli
                                                                imitate=Imitate(coef=0.1, of="shown", unsure=True),
                                                                pull=None)
 DECOUPLED    = _patch(GRPO,      "decoupled_ppo", "2505.24298", correction=(Truncate(cap=None),), pull=None)
+TIS          = _patch(GRPO,      "tis",          "Yao 2025", correction=(Truncate(cap=2.0),), pull=None)
+ICEPOP       = _patch(GRPO,      "icepop",       "2510.18855", correction=(Mask(low=0.5, high=5.0),), pull=None)
+VCPO         = _patch(GRPO,      "vcpo",         "2602.17616", baseline=OffPolicyMean(), ratio="sequence_product",
+                                                               anchor="behaviour", clip=Cap(low=0.0, high=8.0),
+                                                               step_scale=EffectiveSize(), pull=None)
 A3PO         = _patch(DECOUPLED, "a3po",         "2512.06547", anchor="proximal")
 M2PO         = _patch(GRPO,      "m2po",         "2510.01161", tokens=SecondMoment(limit=0.04), clip=None,
                                                                anchor="behaviour", aggregate="prompt_mean", pull=None)
@@ -113,7 +124,9 @@ SAPO         = _patch(GRPO,      "sapo",         "2511.20347", clip=Soft(tau=1.0
 GSPO         = _patch(GRPO,      "gspo",         "2507.18071", ratio="sequence_mean", clip=Clip(low=3e-4, high=4e-4),
                                                                pull=None)
 GSPO_TOKEN   = _patch(GSPO,      "gspo_token",   "2507.18071", ratio="sequence_token")
-VESPO        = _patch(GRPO,      "vespo",        "TRL paper index", ratio="sequence_product", clip=Hump(), pull=None)
+LUSPO        = _patch(GSPO,      "luspo",        "2602.05261", clip=Clip(low=2e-3, high=2.5e-3),
+                                                               aggregate="sequence_sum")
+VESPO        = _patch(GRPO,      "vespo",        "2602.10693", ratio="sequence_product", clip=Hump(), pull=None)
 CISPO        = _patch(GRPO,      "cispo",        "2506.13585", clip=Cap(low=0.0, high=5.0), aggregate="prompt_mean",
                                                                filter="mixed", pull=None)
 AIPO         = _patch(REINFORCE, "aipo",         "2505.24034", baseline=GroupMean(), ratio="token",
@@ -148,6 +161,10 @@ DPPO_TOP     = _patch(DPPO,      "dppo_top",     "2602.04879", clip=Divergence(m
 OPD          = _patch(REINFORCE, "opd",          "Thinking Machines 2025", rewards="none", ratio="token",
                                                                aggregate="token_mean",
                                                                pull=KL(coef=1.0, estimator="k1", placement="token"))
+IW_OPD       = _patch(OPD,       "iw_opd",       "2606.22600", pull=KL(coef=1.0, estimator="k1", placement="token",
+                                                                       early=0.5))
+MOPD         = _patch(OPD,       "mopd",         "2601.02780", ratio="one", anchor="start",
+                                                               correction=(Mask(low=0.2, high=5.0),))
 GKD          = _patch(REINFORCE, "gkd",          "2306.13649", rewards="none", distill=Distill(beta=0.5),
                                                                aggregate="token_mean")
 

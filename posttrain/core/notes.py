@@ -39,6 +39,10 @@ NOTES: dict[str, str] = {
         "tau is not in the paper; ROLL, verl and prime-rl square token log-ratios instead; the paper also resets "
         "the optimizer every iteration"
     ),
+    "dro": (
+        "as in verl and Tinker: the quadratic penalty of every token, on the group's credit; the paper learns a value "
+        "beside it. coef is beta / 2; .05 is the beta of Tinker's example, verl has no default"
+    ),
     "topr": (
         "sequence ratio as in the paper; ROLL's is per token. Without a baseline, so successes are always learned "
         "in full"
@@ -48,6 +52,10 @@ NOTES: dict[str, str] = {
         "tool tokens. The paper's value loss has no clip and no 1/2"
     ),
     "dual_clip": "3 as in verl and AReaL; ROLL 1.4",
+    "v_trace": (
+        "rho and c are capped at 1, as in the paper's runs, and stand on PPO's term: with one optimizer step a batch "
+        "that is the paper's actor"
+    ),
     "vapo": (
         "the paper warms its values up for 50 steps of 8,192 samples; lambda of answers up to 20 tokens is clamped to 0"
     ),
@@ -93,6 +101,13 @@ NOTES: dict[str, str] = {
     "a3po": (
         "interpolated by the versions of the weights: a token of the current weights has the sampler as its anchor"
     ),
+    "tis": "the cap is the peers' usual 2; verl's example has 10. The blog's form multiplies any loss; here grpo's",
+    "icepop": "bounds as in NeMo's reference configuration; a token outside them stays in the denominators",
+    "vcpo": (
+        "weights and deviation as in the authors' runs on mathematics; energy stands for the squared gradient norm of "
+        "a response. The baseline's w is that at the start of the step, the cap and the step size see pi/mu at every "
+        "update: with one update a batch all are the same, as in the paper"
+    ),
     "m2po": (
         "the mask takes the clip's place. It is made over the whole minibatch, largest first, from start/mu; the "
         "paper makes it again from pi/mu at every update"
@@ -102,6 +117,7 @@ NOTES: dict[str, str] = {
         "bounds this narrow need sampler and learner to agree in float32; verl's gspo is gspo_token, and with "
         "aggregate=token_mean neither is GSPO"
     ),
+    "luspo": "gspo without the division by length, which is the sum over tokens; bounds as in its section 5.1",
     "gspo_token": "the gradient of gspo where credit is one number an answer; for credit that varies inside it",
     "cispo": (
         "the cap is absolute (TRL's 5); the paper does not disclose it and has no lower bound, where verl keeps one"
@@ -149,6 +165,14 @@ NOTES: dict[str, str] = {
     "opd": (
         "the reference is the teacher; discount 0, so that no token answers for the KL of later ones. prime-rl also "
         "drops tokens with pi - mu < -.2 and adds a squared log-ratio"
+    ),
+    "iw_opd": (
+        "the weight as in TRL's trainer (Algorithm 1 of the paper, gamma .5); the paper also clips like ppo with a "
+        "dual clip of 3"
+    ),
+    "mopd": (
+        "one teacher, where MiMo routes each prompt to one of several; bounds of start/mu as in NeMo's recipe. No "
+        "ratio: drift between updates of one batch is not corrected"
     ),
     "gkd": (
         "student samples only (lambda 1); the paper mixes in supervised data. The reference is the teacher. TRL "

@@ -194,7 +194,9 @@ class Segment:
             raise InvariantError("every spoken token carries a finite log-prob <= 0")
         if not np.all(np.isnan(self.logp[~self.mask])) or np.any(self.version[~self.mask] != -1):
             raise InvariantError("unspoken tokens carry logp NaN and version -1")
-        if np.any((self.version[self.mask] < 0) & ~np.isin(self.version[self.mask], (SHOWN, OUTSIDE, OPPOSED))):
+        unsampled = self.version[self.mask]
+        unsampled = unsampled[unsampled < 0]
+        if len(unsampled) and not np.isin(unsampled, (SHOWN, OUTSIDE, OPPOSED)).all():
             raise InvariantError(
                 "spoken tokens carry the version >= 0 of the weights that said them, SHOWN, OUTSIDE or OPPOSED"
             )

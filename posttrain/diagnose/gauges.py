@@ -103,6 +103,9 @@ REGISTRY: dict[str, Definition] = {
         "1e-5 to 1e-2",
     ),
     "optim/lr": Definition("learning rate", "1", "as configured"),
+    "optim/share": Definition(
+        "share of the learning rate that an optimizer step used, where step_scale sets it", "share", "above 0.5"
+    ),
     "optim/skipped": Definition("optimizer steps left out because their gradient was not finite", "steps", "0"),
     "optim/loss_scale": Definition(
         "factor of the loss in the backward pass of a float16 run", "1", "steady; it is halved at each overflow"
@@ -316,6 +319,12 @@ REGISTRY: dict[str, Definition] = {
     ),
     "policy/clip_high": Definition(
         "share of tokens silenced above the trust region", "share", "< 0.2; 0 with one optimizer step a step"
+    ),
+    "policy/answer_ratio": Definition(
+        "pi(y) / mu(y) of a response, not bounded, mean over responses; where step_scale reads it", "1", "near 1"
+    ),
+    "policy/answer_ratio_square": Definition(
+        "its square; (mean ratio)^2 / mean square is the effective sample size over the sample size", "1", "near 1"
     ),
     "policy/surrogate": Definition(
         "push x correction x credit, mean over tokens; only its gradient means something", "reward", "no band"

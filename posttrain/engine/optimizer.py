@@ -131,8 +131,9 @@ class StageOptimizer:
         """The moving averages of the weights, by parameter; empty where none are kept."""
         return dict(self._average)
 
-    def step(self) -> float:
-        """Clip the gradients globally, update, and clear them. Returns the gradient norm before the clip.
+    def step(self, share: float = 1.0) -> float:
+        """Clip the gradients globally, update with this share of the learning rate, and clear them. Returns the
+        gradient norm before the clip.
 
         If the norm is not finite, weights, moments and averages do not change, and the step is not counted. A scale of
         the loss shrinks then.
@@ -145,7 +146,7 @@ class StageOptimizer:
         if math.isfinite(size):
             if size > self.config.clip:
                 torch.nn.utils.clip_grads_with_norm_(with_grad, self.config.clip, norm)
-            lr = self.lr
+            lr = self.lr * share
             for rule in dict.fromkeys(self._rules.values()):
                 self._step(rule, lr)
             self.steps += 1
@@ -160,14 +161,20 @@ class StageOptimizer:
         return size
 
     def expected_update(
-        self, config: Optimizer, name: str, gradient: Tensor, norm: float, at: int | None = None
+        self,
+        config: Optimizer,
+        name: str,
+        gradient: Tensor,
+        norm: float,
+        at: int | None = None,
+        share: float = 1.0,
     ) -> ExpectedUpdate:
         """The update of the parameter's rule with a global clip and the schedule, in float64; see
         `role.trainer.WeightOptimizer`."""
         if config.kind != self.config.kind:
             raise InvariantError(f"the stage asks for the optimizer {config.kind}, and {self.config.kind} was built")
         scale = min(1.0, config.clip / norm) if norm > 0 else 1.0
-        lr = config.lr * config.share(self.steps + 1) * config.rate(name)
+        lr = config.lr * config.share(self.steps + 1) * config.rate(name) * share
         return self._rules[name].expected(config, name, gradient, scale, lr, at)
 
     def state_tensors(self) -> dict[str, Tensor]:

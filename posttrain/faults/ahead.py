@@ -236,11 +236,18 @@ def _(real: Real) -> Real:
 @fault(
     "inflight_cache_kept",
     seam="posttrain.engine.embedded.scheduler:Scheduler.renew",
-    what="turns go on under new weights over the cache that the old ones made, though it was to be computed again",
+    what="what goes on under new weights, a turn or an episode, goes on over the cache that the old ones made",
     harm="log-probs are of neither version, and the ratio of a token to its own weights is not 1",
     source="issue 11; PipelineRL (2509.19128): caches kept in flight",
     shows=("engine.update=inflight",),
     needs="ahead",
 )
 def _(real: Real) -> Real:
-    return lambda self, version, *, stale=False: real(self, version, stale=True)
+    def renew(self: Any, version: int, *, stale: bool = False) -> None:
+        self.tree.renew = lambda version: None
+        try:
+            real(self, version, stale=True)
+        finally:
+            del self.tree.renew
+
+    return renew

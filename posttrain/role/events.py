@@ -67,6 +67,8 @@ class PackedEvent:
 class DifferentiatedEvent:
     packed: PackedEvent
     passes: Passes
+    share: float = 1.0
+    """The share of the learning rate that the optimizer step will use."""
 
 
 @dataclass(frozen=True, eq=False)

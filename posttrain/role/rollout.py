@@ -81,7 +81,7 @@ class Rollout:
         except Exception as error:
             why = scrubbed(f"{type(error).__name__}: {error}")
             verdicts: tuple[Judged, ...] = (Judged("environment", 1.0, Verdict.failed("environment", why)),)
-            return self._episode(task, visit, sibling, talk, Stop.ERROR, verdicts, why)
+            return self._episode(task, visit, sibling, talk, talk.segments(), Stop.ERROR, verdicts, why)
         segments = talk.segments()
         attempt = Attempt(task, tuple(talk.turns), stop, talk.spoken_upto, talk.state, _said(segments))
         member = sibling if talks is not None else None  # a greedy answer beside the siblings is none of them
@@ -90,7 +90,7 @@ class Rollout:
             if judging is None
             else judging.judge(attempt, segments, member)
         )
-        return self._episode(task, visit, sibling, talk, stop, (*verdicts, *talk.paid), "")
+        return self._episode(task, visit, sibling, talk, segments, stop, (*verdicts, *talk.paid), "")
 
     async def _play(self, task: Task, talk: Conversation) -> Stop:
         """Play until the environment or the time limit ends the episode. The environment cleans up either way."""
@@ -108,12 +108,12 @@ class Rollout:
         visit: int,
         sibling: int,
         talk: Conversation,
+        segments: tuple[Segment, ...],
         stop: Stop,
         verdicts: tuple[Judged, ...],
         error: str,
     ) -> Episode:
-        text = "\n".join(talk.turns)
-        segments, state = talk.segments(), scrubbed_data(talk.state)
+        text, state = "\n".join(talk.turns), scrubbed_data(talk.state)
         counts = (tuple(talk.lengths), talk.cut, talk.others)
         return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, *counts)
 

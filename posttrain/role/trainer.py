@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.algorithm.losses import Loss
+from posttrain.algorithm.losses import STEP_SHARE, Loss
 from posttrain.algorithm.objective import Terms
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
@@ -97,8 +97,12 @@ class WeightOptimizer(Protocol):
         """Take the gradients of one backward pass. Called after each micro-batch."""
         ...
 
-    def step(self) -> float:
-        """Clip by the global norm, update, clear the gradients; returns the gradient norm before the clip."""
+    def step(self, share: float = 1.0) -> float:
+        """Clip by the global norm, update, clear the gradients; returns the gradient norm before the clip.
+
+        Args:
+            share: of the learning rate, which the step uses. It is given where it is not 1 (`Algorithm.step_scale`).
+        """
         ...
 
     @property
@@ -121,7 +125,13 @@ class WeightOptimizer(Protocol):
         ...
 
     def expected_update(
-        self, config: OptimizerConfig, name: str, gradient: Tensor, norm: float, at: int | None = None
+        self,
+        config: OptimizerConfig,
+        name: str,
+        gradient: Tensor,
+        norm: float,
+        at: int | None = None,
+        share: float = 1.0,
     ) -> ExpectedUpdate:
         """What the next step must do to parameter `name`. It is called before the step, and changes nothing.
 
@@ -132,6 +142,7 @@ class WeightOptimizer(Protocol):
             gradient: of the parameter, before any clip.
             norm: of all gradients together.
             at: an index of the flattened parameter; then only this element's update is returned.
+            share: as in `step`.
         """
         ...
 
@@ -184,12 +195,14 @@ class Trainer:
                     (terms.loss if scale == 1 else terms.loss * scale).backward()
                     self.optimizer.gather()
                 parts.append(Terms(terms.loss.detach(), terms.gauges))
-        watch.emit(DifferentiatedEvent(packed, passes))
+        seen = loss.gauges(batch, parts)
+        share = seen[STEP_SHARE].mean if STEP_SHARE in seen else 1.0
+        watch.emit(DifferentiatedEvent(packed, passes, share))
         overflow = scale > 1 and all(bool(torch.isfinite(part.loss)) for part in parts)
-        updated = self._update(batch, loss, overflow)
+        updated = self._update(batch, loss, overflow, share)
         if "optim/overflowed" not in updated:
-            watch.emit(LearnedEvent(packed, passes, lr))
-        return merge(loss.gauges(batch, parts), updated, packing.gauges())
+            watch.emit(LearnedEvent(packed, passes, lr * share))
+        return merge(seen, updated, packing.gauges())
 
     def _micros(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch]]:
         """The micro-batches, each with its episodes in the minibatch.
@@ -234,15 +247,16 @@ class Trainer:
             for p in still:
                 p.requires_grad_(True)
 
-    def _update(self, batch: Batch, loss: Loss, overflow: bool) -> Gauges:
+    def _update(self, batch: Batch, loss: Loss, overflow: bool, share: float) -> Gauges:
         """The optimizer's step. If the gradient is not finite, each unit's loss is computed alone to find the cause.
 
         Args:
             overflow: the scale of the loss alone can be that cause. Then the step is left out, and the next one has a
                 smaller scale.
+            share: of the learning rate, which the step uses.
         """
-        lr, scale = self.optimizer.lr, self.optimizer.loss_scale
-        norm = self.optimizer.step()
+        lr, scale = self.optimizer.lr * share, self.optimizer.loss_scale
+        norm = self.optimizer.step() if share == 1 else self.optimizer.step(share)
         self.learner.train_mode(False)
         scaled = {"optim/loss_scale": Gauge(scale, 1)} if scale != 1 else {}
         if not math.isfinite(norm) and overflow:

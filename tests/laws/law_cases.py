@@ -8,6 +8,7 @@ from dataclasses import replace
 import textbooks as t
 import textbooks_family as f
 import textbooks_mismatch as m
+import textbooks_stale as s
 from law_toys import NOW
 from law_world import Book
 
@@ -36,9 +37,11 @@ THE_LADDER: list[Case] = [
     (ladder.PKPO, t.pkpo),
     (ladder.MAXRL_SUCCESS, t.maxrl_success),
     (ladder.KIMI, t.kimi),
+    (ladder.DRO, s.dro),
     (ladder.TOPR, t.topr),
     (ladder.PPO, t.ppo),
     (ladder.DUAL_CLIP, t.dual_clip),
+    (ladder.V_TRACE, t.v_trace(1.0)),
     (ladder.VAPO, t.vapo()),
     (ladder.REINFORCE_PP, t.reinforce_pp),
     (ladder.REINFORCE_PP_BASELINE, t.reinforce_pp_baseline),
@@ -54,6 +57,9 @@ THE_LADDER: list[Case] = [
     (ladder.LUFFY, f.luffy),
     (ladder.CHORD, lambda eps: 1.1 * f.chord(1 / 11)(eps)),
     (ladder.DECOUPLED, m.decoupled),
+    (ladder.TIS, s.tis),
+    (ladder.ICEPOP, s.icepop),
+    (ladder.VCPO, s.vcpo()),
     (ladder.A3PO, m.a3po(NOW)),
     (ladder.M2PO, f.m2po(0.04)),
     (ladder.LITE_PPO, f.lite_ppo),
@@ -61,6 +67,7 @@ THE_LADDER: list[Case] = [
     (ladder.SAPO, f.sapo),
     (ladder.GSPO, f.gspo(3e-4, 4e-4)),
     (ladder.GSPO_TOKEN, f.gspo_token(3e-4, 4e-4)),
+    (ladder.LUSPO, s.luspo(2e-3, 2.5e-3)),
     (ladder.VESPO, f.vespo),
     (ladder.CISPO, f.cispo(5.0)),
     (ladder.AIPO, f.aipo(4.0)),
@@ -79,6 +86,8 @@ THE_LADDER: list[Case] = [
     (ladder.DPPO_KL, f.dppo(f.far_kl)),
     (ladder.DPPO_TOP, f.dppo(f.far_top(8, "tv", 0.15))),
     (ladder.OPD, f.opd),
+    (ladder.IW_OPD, s.iw_opd),
+    (ladder.MOPD, s.mopd),
     (ladder.GKD, f.gkd(0.5)),
 ]
 """With the defaults of each line. Clip-Cov's share of 2e-4 silences nothing in a step this small."""
@@ -94,6 +103,8 @@ TIGHT: list[Case] = [
     (patch(ladder.DEEPSEEK_V32, "deepseek_tight", "-", correction=(NegativeMask(delta=0.05),)), f.deepseek_v32(0.05)),
     (patch(ladder.GMPO, "gmpo_tight", "-", clip=Geometric(low=0.1, high=0.2)), f.gmpo(0.1, 0.2)),
     (patch(ladder.GSPO, "gspo_wide", "-", clip=Clip(low=0.03, high=0.04)), f.gspo(0.03, 0.04)),
+    (patch(ladder.LUSPO, "luspo_wide", "-", clip=Clip(low=0.03, high=0.04)), s.luspo(0.03, 0.04)),
+    (patch(ladder.VCPO, "vcpo_tight", "-", clip=Cap(high=1.1)), s.vcpo(1.1)),
     (patch(ladder.GSPO_TOKEN, "gspo_token_wide", "-", clip=Clip(low=0.03, high=0.04)), f.gspo_token(0.03, 0.04)),
     (patch(ladder.PPO, "gspo_token_values", "-", ratio="sequence_token"), f.gspo_token_process),
     (patch(ladder.CISPO, "cispo_tight", "-", clip=Cap(high=1.1)), f.cispo(1.1)),
@@ -139,18 +150,10 @@ def on_dr_grpo(name: str, *pieces: Correction) -> Algorithm:
     return patch(ladder.DR_GRPO, name, "-", correction=pieces)
 
 
-V_TRACE = patch(
-    ladder.PPO,
-    "v_trace",
-    "-",
-    whiten=None,
-    baseline=Value(gae_lambda=1.0, clip=None, trace=1.0),
-    correction=(Truncate(cap=1.0),),
-)
 MISMATCH: list[Case] = [
-    (on_dr_grpo("tis", Truncate(cap=1.1)), m.corrected(m.tis(1.1))),
+    (on_dr_grpo("tis_tight", Truncate(cap=1.1)), m.corrected(m.tis(1.1))),
     (on_dr_grpo("seq_tis", Truncate(cap=1.1, level="sequence")), m.corrected(m.sequence_tis(1.1))),
-    (on_dr_grpo("icepop", Mask(low=0.8, high=1.2)), m.corrected(m.icepop(0.8, 1.2))),
+    (on_dr_grpo("icepop_tight", Mask(low=0.8, high=1.2)), m.corrected(m.icepop(0.8, 1.2))),
     (on_dr_grpo("mis", Mask(low=0.7, high=1.4, level="sequence")), m.corrected(m.sequence_mis(0.7, 1.4))),
     (on_dr_grpo("kpop", BinaryKL(phi=0.01)), m.corrected(m.kpop(0.01))),
     (on_dr_grpo("geo_rs", Reject(low=0.9, high=1.1)), m.corrected(m.geo_rs(0.9, 1.1))),
@@ -161,8 +164,10 @@ MISMATCH: list[Case] = [
         m.corrected(m.tis(1.1), m.geo_rs(0.9, 1.1), m.veto(0.7)),
     ),
     (patch(ladder.REINFORCE, "uncapped", "-", correction=(Truncate(cap=None),)), m.uncapped_reinforce),
-    (V_TRACE, t.v_trace(1.0)),
-    (patch(V_TRACE, "v_trace_lambda", "-", baseline=Value(gae_lambda=0.9, clip=None, trace=1.0)), t.v_trace(0.9)),
+    (
+        patch(ladder.V_TRACE, "v_trace_lambda", "-", baseline=Value(gae_lambda=0.9, clip=None, trace=1.0)),
+        t.v_trace(0.9),
+    ),
     (
         patch(
             ladder.GSPO,

@@ -33,6 +33,7 @@ from posttrain.core.streams import (
     START,
     TOP_IDS,
     TOP_LOGP,
+    VALUE,
     VERSION,
     WEIGHT,
     Stream,
@@ -67,7 +68,7 @@ def seen(name: str, seed: int = 0) -> dict[str, float]:
     [
         *[
             (n, "policy/clip_low")
-            for n in ("grpo", "gspo_wide", "gmpo_tight", "dppo", "dppo_kl", "dppo_top2_kl", "ppo")
+            for n in ("grpo", "gspo_wide", "luspo_wide", "gmpo_tight", "dppo", "dppo_kl", "dppo_top2_kl", "ppo")
         ],
         *[
             (n, "policy/clip_high")
@@ -76,7 +77,7 @@ def seen(name: str, seed: int = 0) -> dict[str, float]:
         *[
             (n, "correction/silenced")
             for n in (
-                "icepop",
+                "icepop_tight",
                 "mis",
                 "kpop",
                 "geo_rs",
@@ -172,6 +173,7 @@ def test_no_stream_is_made_that_is_not_read(a: Algorithm) -> None:
         ENTROPY: True,
         ENERGY: True,
         TOP_IDS: True,
+        VALUE: a.learns_values is not None and a.learns_values.clip is None,
     }
     always = (MU, VERSION, ADVANTAGE, WEIGHT)
     for what in s.streams:

@@ -41,6 +41,7 @@ from posttrain.core.ladder import (
     SKYWORK,
     TOP_ENTROPY,
     VAPO,
+    VCPO,
     VESPO,
     algorithm,
 )
@@ -53,6 +54,7 @@ from posttrain.core.pieces.baseline import (
     Greedy,
     GroupMean,
     LengthMean,
+    OffPolicyMean,
     Others,
     SecondBest,
     SoftMean,
@@ -77,6 +79,7 @@ from posttrain.core.pieces.shape import (
     Signed,
     TargetLength,
 )
+from posttrain.core.pieces.step import EffectiveSize
 from posttrain.core.pieces.token import (
     ClipCov,
     Distill,
@@ -144,6 +147,8 @@ REFUSED = [
     (VESPO, {"ratio": "token"}, "whole episodes"),
     (DPPO_TOP, {"anchor": "start"}, "compares with the sampler"),
     (DPPO_TOP, {"shown": Shown()}, "has no sampler"),
+    (VCPO, {"shown": Shown(), "step_scale": None}, "shown siblings have no sampler"),
+    (GRPO, {"shown": Shown(), "step_scale": EffectiveSize()}, "compares responses with their sampler"),
     (DPPO_TOP, {"distill": Distill()}, "candidate tokens"),
     (LUFFY, {"pull": PAID, "anchor": "behaviour"}, "a demonstration does not have"),
     (REINFORCE, {"pull": KL(estimator="rk3")}, "rk3 weights k3"),
@@ -207,6 +212,8 @@ NUMBERS: list[tuple[type, dict[str, Any]]] = [
         for n in ({"length_alpha": 0.0}, {"credit_lambda": 1.5}, {"credit_lambda": 0.9, "length_alpha": 0.05})
     ],
     *[(KL, n) for n in ({"coef": 0.0}, {"estimator": "k9"}, {"horizon": 0.0}, {"refresh": -1}, {"target": 0.0})],
+    *[(KL, n) for n in ({"early": -1.0}, {"early": 0.5}, {"early": 0.5, "estimator": "k1", "placement": "reward"})],
+    (EffectiveSize, {"base": 0.0}),
     (SequenceL2, {"coef": 0.0}),
     (TokenL2, {"coef": 0.0}),
     *[(Truncate, n) for n in ({"cap": 0.0}, {"cap": -1.0})],
@@ -241,6 +248,7 @@ PLAIN = (
     Others,
     LengthMean,
     EnergyMean,
+    OffPolicyMean,
     SecondBest,
     Greedy,
     StepMean,
@@ -264,7 +272,7 @@ def test_pieces_own_their_numbers(piece: type, numbers: dict[str, Any]) -> None:
 
 def test_every_piece_is_refused_something() -> None:
     """A new piece with numbers says which of them mean nothing."""
-    from posttrain.core.pieces import baseline, correction, pull, shape, token, trust
+    from posttrain.core.pieces import baseline, correction, pull, shape, step, token, trust
 
     everything: set[type] = set()
     for choice in (
@@ -272,6 +280,7 @@ def test_every_piece_is_refused_something() -> None:
         correction.Correction,
         pull.Pull,
         shape.Shaping,
+        step.StepScale,
         token.Tokens,
         token.Curriculum,
         trust.TrustRegion,
@@ -295,13 +304,17 @@ READS = {
         " a3po"
     ),
     "energy": "otb",
-    "reference": "rloo opd",
+    "energy start": "vcpo",
+    "reference": "rloo opd iw_opd",
     "teacher": "gkd",
-    "start values": "ppo dual_clip vapo",
-    "reference start": "reinforce_pp reinforce_pp_baseline grpo grpo_process two_sided deepseek_v32 gdpo pass_at_k",
+    "start values": "ppo dual_clip v_trace vapo",
+    "reference start": (
+        "mopd reinforce_pp reinforce_pp_baseline grpo grpo_process two_sided deepseek_v32 gdpo pass_at_k"
+    ),
     "entropy start": "top_entropy",
     "start": (
-        "kimi_k15 grpo_passk mt_grpo gigpo luffy chord decoupled_ppo m2po lite_ppo gmpo sapo gspo gspo_token vespo"
+        "kimi_k15 dro grpo_passk mt_grpo gigpo luffy chord decoupled_ppo tis icepop"
+        " m2po lite_ppo gmpo sapo gspo gspo_token luspo vespo"
         " cispo clip_cov kl_cov skywork_or1 dapo fipo magistral dr_grpo maxrl"
     ),
 }

@@ -40,6 +40,7 @@ RELATIVE = [
 
 SUMS_TO = {
     "opo": "the length-weighted credit sums to zero, not the credit",
+    "vcpo": "the weighted credit sums to zero; here every w is 1, so the weights are the lengths, as in opo",
     "opmd": "a soft mean lies above the mean: the sum is below zero",
     "grpo_passk": "only the best has credit: the sum is above zero",
     "pkpo": "nobody is charged for what others gained: the sum is above zero",
@@ -136,7 +137,7 @@ def test_permuting_siblings_permutes_credit(a: Algorithm, r: list[float], seed: 
     if a.name not in SUMS_TO:
         per_token = np.array(lengths) if a.whiten == "token" else np.ones(len(r))
         assert abs((per_token * found).sum()) < small
-    elif a.name == "opo":
+    elif a.name in ("opo", "vcpo"):
         assert abs(np.dot(lengths, found)) < small * sum(lengths)
     else:
         assert np.sign(found.sum()) == (0 if abs(found.sum()) < small else -1 if a.name == "opmd" else 1)
@@ -171,7 +172,9 @@ def test_silent_groups_are_counted() -> None:
     """`silent` is said of groups without spread, and of no others."""
     for a in RELATIVE:
         groups = [
-            scored_group(str(i), [PlainEpisode(r, [[1]], np.full(1, -1.0), energy=np.ones(1)) for r in g])
+            scored_group(
+                str(i), [PlainEpisode(r, [[1]], np.full(1, -1.0), np.full(1, -1.0), energy=np.ones(1)) for r in g]
+            )
             for i, g in enumerate(([1, 0, 0, 0, 0], [1, 1, 1], [0]))
         ]
         assert [g.silent for g in credit_step(a, groups, max_tokens=20, ema=0.0).groups] == [False, True, True], a.name

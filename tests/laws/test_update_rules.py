@@ -68,7 +68,7 @@ def handed(optimizer: StageOptimizer) -> tuple[dict[str, Tensor], float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_step_is_what_the_kind_says(kind: str, dtype: torch.dtype) -> None:
-    """With decay, clip, warm-up, rates of groups, and a parameter without a gradient in some steps."""
+    """With decay, clip, warm-up, rates of groups, a share of the rate, and a parameter without a gradient in some."""
     needs(kind)
     config = settings(kind, rates=(("value_head", 10.0), ("mlp.gate", 0.5)), schedule="cosine", horizon=6)
     parameters = weights(dtype)
@@ -78,9 +78,10 @@ def test_every_step_is_what_the_kind_says(kind: str, dtype: torch.dtype) -> None
         grads, norm = handed(optimizer)
         moved = optimizer.trained()
         before = {n: t.detach().double().clone() for n, t in moved.items()}
-        told = {n: optimizer.expected_update(config, n, g, norm) for n, g in grads.items()}
-        alone = {n: optimizer.expected_update(config, n, g, norm, 7) for n, g in grads.items()}
-        optimizer.step()
+        share = 0.3 if step > 3 else 1.0
+        told = {n: optimizer.expected_update(config, n, g, norm, share=share) for n, g in grads.items()}
+        alone = {n: optimizer.expected_update(config, n, g, norm, 7, share) for n, g in grads.items()}
+        optimizer.step(share)
         state = optimizer.state_tensors()
         for name, expected in told.items():
             stepped = moved[name].detach().double() - before[name]

@@ -65,7 +65,7 @@ def test_no_algorithm_is_disturbed_off_policy(name: str, model: Path, tmp_path: 
         "rl.epochs=2",
         "rl.siblings=6",
         "rl.sampling.temperature=0.9",
-        *((f"rl.reference={model}",) if name in ("opd", "gkd") else ()),
+        *((f"rl.reference={model}",) if LADDER[name].rewards == "none" else ()),
     )
     posttrain.run(
         smallest(None, model, tmp_path, steps=4), f"algorithm={name}", *words, out=tmp_path / "run", quiet=True

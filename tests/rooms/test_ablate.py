@@ -126,7 +126,9 @@ def test_several_optimizer_steps_are_taken_as_one_and_said(sparse: Path, capsys:
 def test_every_algorithm_is_evaluated_or_named_with_its_reason(everything: Ablation) -> None:
     rows, refused = {r.name: r for r in everything.rows}, dict(everything.refused)
     assert {*rows, *refused} == set(LADDER) and not {*rows} & {*refused}
-    assert {*refused} == {"remax", "ppo", "dual_clip", "vapo", "luffy", "chord", "dppo_top", "opd", "gkd"}
+    learned = {"ppo", "dual_clip", "v_trace", "vapo"}
+    taught = {"opd", "iw_opd", "mopd", "gkd"}
+    assert {*refused} == {"remax", "luffy", "chord", "dppo_top"} | learned | taught
     assert "greedy answer" in refused["remax"] and "values" in refused["ppo"] and "demonstrations" in refused["luffy"]
     assert "most probable tokens" in refused["dppo_top"] and "teacher" in refused["gkd"]
     assert all(math.isfinite(r.norm) and 0 <= r.silent <= 1 and r.tokens <= everything.tokens for r in rows.values())

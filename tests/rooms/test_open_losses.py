@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_parts import policy, segments
 
-from posttrain.algorithm.losses import Reads
+from posttrain.algorithm.losses import STEP_SHARE, Reads
 from posttrain.algorithm.objective import Terms
 from posttrain.algorithm.streams import streams
 from posttrain.core.batch import Batch
@@ -82,6 +82,7 @@ class Heard(Observer):
     def __init__(self, t: Trainer) -> None:
         self.trainer, self.events, self.gradient = t, list[type](), dict[str, torch.Tensor]()
         self.versions: list[int] = []
+        self.told: list[float] = []
 
     def needs(self, roles: Any, event: PackedEvent) -> Needs:
         return Needs(logp=True, gradients=True)
@@ -89,7 +90,10 @@ class Heard(Observer):
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         self.events.append(type(event))
         self.versions.append(self.trainer.version)
+        if isinstance(event, LearnedEvent):
+            self.told.append(event.lr)
         if isinstance(event, DifferentiatedEvent):
+            self.told.append(event.share)
             self.gradient = {n: p.grad.clone() for n, p in self.trainer.trained().items() if p.grad is not None}
             assert (
                 sum(map(len, event.passes.logp_grad)) == event.packed.batch.spoken == sum(map(len, event.passes.logp))
@@ -127,3 +131,31 @@ def test_who_observes_may_stop_the_step_before_the_weights_move() -> None:
     with pytest.raises(ValueError, match="no"):
         t.step(pairs(), Margin(), Observers([Objects()]))
     assert t.version == 0 and all(torch.equal(before[n], p) for n, p in t.trained().items())
+
+
+@dataclass(frozen=True)
+class Careful(Margin):
+    """A loss that asks for a part of the learning rate."""
+
+    share: float = 0.25
+
+    def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
+        return {**super().gauges(batch, parts), STEP_SHARE: Gauge(self.share, 1)}
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_loss_can_ask_for_a_part_of_the_learning_rate(kind: str) -> None:
+    """The weights move by that part of what they would have, also where a factor of the loss is not seen."""
+    moves: list[dict[str, torch.Tensor]] = []
+    for loss in (Margin(), Careful()):
+        learner = HFLearner(policy(dtype=torch.float64))
+        config = Optimizer(kind=kind, lr=1e-3, warmup=0, clip=math.inf, weight_decay=0.0)  # type: ignore[arg-type]
+        t = Trainer(learner, StageOptimizer(learner.parameters(), config), 64)
+        before = {n: p.detach().clone() for n, p in t.trained().items()}
+        heard = Heard(t)
+        seen = t.step(pairs(), loss, Observers([heard]))
+        moves.append({n: p.detach() - before[n] for n, p in t.trained().items()})
+        share = 0.25 if isinstance(loss, Careful) else 1.0
+        assert heard.told == [share, 1e-3 * share] and seen["optim/lr"].mean == 1e-3 * share
+    for name, whole in moves[0].items():
+        torch.testing.assert_close(moves[1][name], 0.25 * whole, rtol=1e-9, atol=1e-15)

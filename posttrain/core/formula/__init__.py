@@ -39,6 +39,7 @@ _NONE = {
     "imitate": "no imitation",
     "shown": "every sibling is the policy's",
     "distill": "no distillation",
+    "step_scale": "every step uses the whole learning rate",
 }
 """The meaning of a choice that is none."""
 _LEADS = {"clip": "push = ", "pull": "pull = "}
@@ -91,6 +92,7 @@ def formulas(a: Algorithm) -> list[tuple[str, str]]:
         ("entropy", a.entropy),
         ("imitate", a.imitate),
         ("distill", a.distill),
+        ("step", a.step_scale),
         ("shown", a.shown),
         ("filter", a.filter and formula("filter", a.filter)),
         ("tasks", a.curriculum),

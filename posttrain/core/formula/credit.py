@@ -48,5 +48,7 @@ def credit(a: Algorithm) -> str:
     whole = b if a.scale == "one" else f"({b}) / {by}" if " " in b else f"{b} / {by}"
     if a.rewards == "each":
         whole = f"sum over sources of w ({whole})"
-    charged = f"; then A_t <- A - {times(kl.coef)}{kl.estimator}_t" if kl is not None and a.charges_tokens else ""
+    charged = ""
+    if kl is not None and a.charges_tokens:
+        charged = f"; then A_t <- A - {times(kl.coef)}{kl.estimator}_t" + (f" ({kl.early_words()})" if kl.early else "")
     return whole + white + charged

@@ -165,6 +165,30 @@ class EnergyMean(Baseline):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffPolicyMean(Baseline):
+    """Mean reward of the siblings, weighted by w^2 and their energy: of the baselines that are one number a prompt, the
+    one with the least variance under importance sampling (OPOB of VCPO, 2602.17616). w = start(y)/mu(y), not bounded.
+
+    The energy of a response is the sum of its tokens' (`EnergyMean`); the authors' is the squared norm of its gradient.
+    """
+
+    relative = True
+
+    def words(self) -> str:
+        return "r - sum(w^2 W r) / sum(w^2 W) over the group, w = start(y)/mu(y), W = sum_t (1 - 2 pi_t + sum_v pi_v^2)"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        if a.shown is not None:
+            yield "baseline=offpolicymean reads start(y)/mu(y), and shown siblings have no sampler. Set shown=none"
+
+    def reads(self, a: Algorithm) -> Iterable[str]:
+        return ("energy",)
+
+    def reads_start_early(self, a: Algorithm) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
 class SoftMean(Baseline):
     """tau * log of the siblings' mean of exp(reward / tau): tau * log Z of Kimi k1.5 and OPMD (A20, A21)."""
 

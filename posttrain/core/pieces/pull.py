@@ -80,6 +80,9 @@ class KL(Pull):
     None: fixed."""
     horizon: float = 10_000.0
     """Episodes over which adaptive control moves the weight; see `target`."""
+    early: float = 0.0
+    """How much more the first tokens are charged (IW-OPD, 2606.22600): a token's charge is multiplied by
+    1 + early * (1 - sum of |d| before it / sum of |d| over the response). It needs placement=token. 0: all alike."""
     refresh: int = 0
     """Steps after which the reference is replaced by the current policy (ProRL, A37). Each time the run folder keeps
     one more copy of the weights, so that any checkpoint can be resumed. 0: never."""
@@ -95,14 +98,26 @@ class KL(Pull):
         positive("pull.coef", self.coef, "pull=none")
         positive("pull.horizon", self.horizon)
         not_negative("pull.refresh", self.refresh)
+        not_negative("pull.early", self.early)
+        if self.early and self.placement != "token":
+            raise ConfigError(
+                f"pull.early={self.early:g} weighs the charges of single tokens, and pull.placement={self.placement}"
+                " makes none. Set pull.placement=token, or pull.early=0"
+            )
         if self.target is not None:
             positive("pull.target", self.target, "target=none")
 
     def words(self) -> str:
         adapts = f"; the coefficient follows KL = {self.target:g}" if self.target is not None else ""
         fresh = f"; ref is renewed every {self.refresh} steps" if self.refresh else ""
+        early = f", times {self.early_words()}" if self.early else ""
         name, place = self.estimator, _PLACE[self.placement]
-        return f"{times(self.coef)}{name}, {name} = {_ESTIMATOR[name]}, d = log pi - log ref; {place}{adapts}{fresh}"
+        form = f"{name} = {_ESTIMATOR[name]}, d = log pi - log ref"
+        return f"{times(self.coef)}{name}, {form}; {place}{early}{adapts}{fresh}"
+
+    def early_words(self) -> str:
+        """The formula of the weight that `early` gives."""
+        return f"1 + {self.early:g} (sum_(k>=t) |d_k|) / (sum_k |d_k|)"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if self.estimator == "rk3" and a.ratio == "one":

@@ -1,0 +1,236 @@
+"""One side of benchmarks/asynchrony.py: a run with its tools and lengths given, in a process of its own.
+
+A line of JSON on standard input says how; lines of JSON on standard output say how long each step took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import selectors
+import sys
+import tempfile
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from grpo_work import LR, SYMBOLS, prompt, reward
+
+from posttrain.api.build import facts, make_parts, make_policy, use_threads
+from posttrain.api.target import keep_policy
+from posttrain.controller.interrupt import Stopper
+from posttrain.controller.parts import RunParts
+from posttrain.controller.stages import Progress, Stages
+from posttrain.core.algorithm import patch
+from posttrain.core.book import Book
+from posttrain.core.gauge import Step
+from posttrain.core.ladder import LADDER
+from posttrain.core.ports import Attempt, Talk, TaskSource
+from posttrain.core.run import Embedded, Evaluation, Model, Optimizer, Reinforce, Run
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Stop, Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.single import Generated, SingleTurn
+
+TURNS = 3
+MEAN, CAP = 40.0, 160
+"""Tokens of a turn: log-normal with this mean and the same deviation, and its largest."""
+FASTEST, SLOWEST = 0.05, 2.0
+"""Seconds of a tool call, log-uniform."""
+
+
+@dataclass(frozen=True)
+class SideJob:
+    """What one side does."""
+
+    checkpoint: str
+    staleness: int
+    steps: int
+    prompts: int = 32
+    siblings: int = 8
+    slots: int = 256
+    threads: int = 2
+    algorithm: str = "decoupled_ppo"
+    update: str = "drain"
+    seed: int = 0
+
+
+def quantiles(count: int, of: Any, key: int) -> np.ndarray:
+    """The quantiles of a distribution in a fixed random order: a table with the shape of the distribution."""
+    drawn = np.array([of((i + 0.5) / count) for i in range(count)])
+    return drawn[np.random.Generator(np.random.Philox(key=key)).permutation(count)]
+
+
+@cache
+def lengths(count: int) -> np.ndarray:
+    sigma2 = np.log(2.0)
+    drawn = quantiles(count, lambda q: MEAN * np.exp(-sigma2 / 2 + np.sqrt(sigma2) * NormalDist().inv_cdf(q)), 7)
+    return np.clip(np.rint(drawn), 1, CAP).astype(np.int64)
+
+
+@cache
+def waits(count: int) -> np.ndarray:
+    return quantiles(count, lambda q: FASTEST * (SLOWEST / FASTEST) ** q, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCalls(SingleTurn):
+    """Three turns, with a tool call after the first two. Lengths of turns and seconds of tools come from tables, so
+    that all sides play the same work whatever they say."""
+
+    episodes: int
+    """Of a step."""
+    played: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def name(self) -> str:
+        return "tool_calls"
+
+    @property
+    def alphabet(self) -> str:
+        return "".join(SYMBOLS)
+
+    @property
+    def train(self) -> TaskSource:
+        return Generated(lambda index: Task(f"t{index}", prompt(index), info={"index": index}))
+
+    @property
+    def heldout(self) -> Sequence[Task]:
+        return ()
+
+    def key(self, task: Task) -> Hashable:
+        return task.prompt
+
+    def verify(self, attempt: Attempt) -> Verdict:
+        return Verdict.value(reward(attempt.text))
+
+    async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        return (Judged("symbols", 1.0, self.verify(attempt)),)
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return (next(c for c in SYMBOLS if reward(c) == 1),)
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        return (next(c for c in SYMBOLS if reward(c) == 0),)
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        sibling, count = self.played.get(task.id, 0), self.episodes * TURNS
+        self.played[task.id] = sibling + 1
+        first = (int(task.info["index"]) * 8 + sibling) * TURNS
+        talk.see(task.prompt if isinstance(task.prompt, str) else "")
+        for turn in range(TURNS):
+            at = (first + turn) % count
+            await talk.say(int(lengths(count)[at]))
+            if turn < TURNS - 1:
+                await asyncio.sleep(float(waits(count)[at]))
+                talk.see(SYMBOLS[turn] * 4)
+        return Stop.TURNS
+
+
+class IdleLoop(asyncio.SelectorEventLoop):
+    """An event loop that adds up the time in which nothing could be done: no engine step, no update, only waiting."""
+
+    def __init__(self) -> None:
+        selector = selectors.DefaultSelector()
+        super().__init__(selector)
+        self.idle = 0.0
+        select = selector.select
+
+        def timed(timeout: float | None = None) -> Any:
+            begun = time.perf_counter()
+            found = select(timeout)
+            self.idle += time.perf_counter() - begun
+            return found
+
+        selector.select = timed  # type: ignore[method-assign]
+
+
+@dataclass
+class Clock:
+    """A tracker: when each step ended, and how much of the time was idle."""
+
+    loop: IdleLoop
+    rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    def log(self, step: Step) -> None:
+        used = os.times()
+        self.rows.append(
+            {
+                "step": step.index,
+                "at": time.perf_counter(),
+                "idle": self.loop.idle,
+                "cpu": used.user + used.system,
+                "clock": dict(step.clock),
+                "gauges": {n: g.mean for n, g in step.gauges.items() if n.startswith(("rollout/", "engine/tokens"))},
+            }
+        )
+
+    def say(self, line: str) -> None:
+        return
+
+    def close(self, summary: Mapping[str, float]) -> None:
+        return
+
+
+def make_run(job: SideJob) -> Run:
+    known = LADDER[job.algorithm]
+    stage = Reinforce(
+        name="rl",
+        algorithm=patch(known, "measured", "-", pull=None) if known.pull else known,
+        sampling=Sampling(max_tokens=CAP, stop_ids=()),
+        optimizer=Optimizer(lr=LR, warmup=0),
+        prompts=job.prompts,
+        siblings=job.siblings,
+        staleness=job.staleness,
+        steps=job.steps,
+        eval=False,
+        eval_every=0,
+        checkpoint_every=0,
+        micro_tokens=8192,
+    )
+    return Run(
+        recipe="asynchrony",
+        model=Model(path=job.checkpoint),
+        engine=Embedded(update=job.update),  # type: ignore[arg-type]
+        stages=(stage,),
+        evaluation=Evaluation(samples=1),
+        threads=job.threads,
+        slots=job.slots,
+        seed=job.seed,
+        record_episodes=False,
+    )
+
+
+async def play(parts: RunParts) -> None:
+    for stage in Stages(parts, Progress(), Stopper()).left():
+        await stage.run()
+
+
+def main() -> None:
+    job = SideJob(**json.loads(sys.stdin.readline()))
+    run, env = make_run(job), ToolCalls(episodes=job.prompts * job.siblings)
+    threads = use_threads(run.threads)
+    policy = make_policy(run, env)
+    loop = IdleLoop()
+    clock = Clock(loop)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Book.create(Path(folder) / "run", run, facts(policy, threads)) as book,
+    ):
+        keep_policy(book, policy)
+        parts = make_parts(run, policy, env, book, [clock])
+        asyncio.set_event_loop(loop)
+        begun = {"at": time.perf_counter(), "idle": loop.idle}
+        loop.run_until_complete(play(parts))
+        parts.close()
+    print(json.dumps({"job": asdict(job), "begun": begun, "rows": clock.rows}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""One batch for sixteen optimizer steps: what each trust region makes of it, at a mild and at a hot learning rate.
+
+    python -m benchmarks.updates                          # all arms, seeds 0, 1, 2, both rates
+    python -m benchmarks.updates --only clip,gspo --seeds 0 --rates hot
+    python -m benchmarks.updates --seconds 300            # what is missing, as far as the time goes
+
+For each seed one SFT on arithmetic (40 % of the demonstrations wrong) makes the start. Every arm then takes the same
+number of steps on the same prompts: 8 prompts x 8 answers, cut into 4 minibatches, 4 times. The arms and what they are
+to show are in `updates_regions.py`, written before the runs. Writes benchmarks/results/updates.json after each run,
+from which it goes on, and docs/several-updates.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+import posttrain
+from benchmarks.algorithms import accuracies, teacher
+from benchmarks.updates_regions import (
+    ARMS,
+    ASIDE,
+    EPOCHS,
+    LEARNED,
+    LINES,
+    MINIBATCHES,
+    PREDICTIONS,
+    PROMPTS,
+    RATES,
+    SEEDS,
+    SIBLINGS,
+    STEPS,
+)
+from posttrain.core import reader
+from posttrain.core.gauge import Step
+from posttrain.core.run import Model, Optimizer, Reinforce, Run
+from posttrain.recipe.recipes import recipe
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results/updates.json"
+PAGE = ROOT / "docs/several-updates.md"
+TEACHING = 40
+"""Steps of the teacher."""
+LAST = 3
+"""Steps over whose rollouts the last accuracy on training prompts is taken."""
+
+
+@dataclass(frozen=True)
+class ArmRow:
+    """One arm on one seed at one learning rate."""
+
+    arm: str
+    rate: str
+    seed: int
+    before: float
+    """Held-out accuracy of the start."""
+    after: float
+    peak: float
+    """Largest share of right answers in a step's rollouts."""
+    last: float
+    """Share of right answers in the rollouts of the last steps."""
+    clipped: float
+    """Share of tokens with a push of 0, mean over the steps."""
+    tail: float
+    """Mean of the squared ratio, largest step."""
+    ess: float
+    """(mean ratio)^2 / mean squared ratio over tokens, smallest step."""
+    moved: float | None
+    """KL from the start of a step during its updates, nats a token, mean over the steps; None: it forms no ratio. With
+    staleness 0 the sampler is that start too."""
+    share: float
+    """Share of the learning rate that was used, mean over the steps."""
+    stopped: str
+    """Why the run stopped early; '' where it did not."""
+    seconds: float
+
+
+def start(seed: int, folder: Path) -> Path:
+    """The checkpoint that all arms of this seed start from, as a plain model directory."""
+    if not (folder / f"start-{seed}").exists():
+        base = recipe("arithmetic")
+        done = posttrain.run(replace(base, seed=seed, stages=base.stages[:1]), out=folder / f"sft-{seed}", quiet=True)
+        posttrain.export(done.folder, folder / f"start-{seed}")
+    return folder / f"start-{seed}"
+
+
+def run_of(arm: str, rate: str, seed: int, model: Path, steps: int = STEPS) -> Run:
+    """The run of one arm. The teacher of a line that learns from one is made beside the start."""
+    base, algorithm = recipe("arithmetic"), {**ARMS, **LINES}[arm]
+    stage, taught = base.stage("rl"), algorithm.rewards == "none"
+    assert isinstance(stage, Reinforce)
+    stage = replace(
+        stage,
+        algorithm=algorithm,
+        reference=teacher(seed, TEACHING, model, model.parent / f"teacher-{seed}") if taught else None,
+        prompts=PROMPTS,
+        siblings=SIBLINGS,
+        minibatches=MINIBATCHES,
+        epochs=EPOCHS,
+        optimizer=Optimizer(lr=RATES[rate], warmup=0),
+        steps=steps,
+        eval_every=0,
+        checkpoint_every=0,
+        target=None,
+        wall_time=None,
+    )
+    return Run(
+        recipe=arm,
+        seed=seed,
+        threads=1,
+        model=Model(path=str(model)),
+        env=base.env,
+        evaluation=replace(base.evaluation, samples=2),
+        stages=(stage,),
+    )
+
+
+def play(arm: str, rate: str, seed: int, model: Path, folder: Path, steps: int = STEPS) -> ArmRow:
+    """One arm from the start."""
+    begun, stopped = time.perf_counter(), ""
+    out = folder / f"{arm}-{rate}-{seed}"
+    try:
+        posttrain.run(run_of(arm, rate, seed, model, steps), out=out, quiet=True)
+    except posttrain.PosttrainError as error:
+        stopped = str(error).split(":")[0][:80]
+    lines = reader.steps(out)
+    before, after = (list(accuracies(out, i).values()) for i in (0, steps))
+    learned = [s for s in lines if "policy/ratio" in s.gauges]
+    solved = [s.gauges["rollout/solved"].mean for s in learned]
+    return ArmRow(
+        arm,
+        rate,
+        seed,
+        float(np.mean(before)),
+        float(np.mean(after)) if not stopped else 0.0,
+        max(solved),
+        float(np.mean(solved[-LAST:])),
+        mean(learned, "policy/clip_low") + mean(learned, "policy/clip_high"),
+        max(s.gauges["policy/ratio_square"].mean for s in learned),
+        min(s.gauges["policy/ratio"].mean ** 2 / s.gauges["policy/ratio_square"].mean for s in learned),
+        drift(arm, learned),
+        mean(learned, "optim/share") if any("optim/share" in s.gauges for s in learned) else 1.0,
+        stopped,
+        time.perf_counter() - begun,
+    )
+
+
+def drift(arm: str, learned: Sequence[Step]) -> float | None:
+    """`ArmRow.moved`."""
+    if any("policy/kl_start" in s.gauges for s in learned):
+        return mean(learned, "policy/kl_start")
+    return mean(learned, "policy/kl_anchor") if {**ARMS, **LINES}[arm].forms_ratio else None
+
+
+def mean(steps: Sequence[Step], gauge: str) -> float:
+    """Mean over the steps of a gauge's mean; NaN where no step has it."""
+    found = [s.gauges[gauge].mean for s in steps if gauge in s.gauges]
+    return float(np.mean(found)) if found else math.nan
+
+
+def means(rows: Sequence[ArmRow]) -> dict[tuple[str, str], dict[str, float]]:
+    """Means over seeds, by (arm, rate); `tail` by the largest seed, `ess` and `worst` by the smallest."""
+    out: dict[tuple[str, str], dict[str, float]] = {}
+    for key in dict.fromkeys((r.arm, r.rate) for r in rows):
+        mine = [r for r in rows if (r.arm, r.rate) == key]
+        fields = ("before", "after", "peak", "last", "clipped", "share", "seconds")
+        each = {f: float(np.mean([getattr(r, f) for r in mine])) for f in fields}
+        out[key] = each | {
+            "moved": float(np.mean([math.nan if r.moved is None else r.moved for r in mine])),
+            "tail": max(r.tail for r in mine),
+            "ess": min(r.ess for r in mine),
+            "worst": min(r.after for r in mine),
+            "seeds": float(len(mine)),
+            "stopped": float(sum(bool(r.stopped) for r in mine)),
+        }
+    return out
+
+
+def table(found: Mapping[tuple[str, str], Mapping[str, float]], rate: str, arms: Iterable[str] = ARMS) -> list[str]:
+    lines = [
+        "| arm | after | worst seed | last rollouts | clipped | ratio tail | least ESS | moved | step share |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for arm in arms:
+        if (f := found.get((arm, rate))) is None:
+            continue
+        moved = "-" if math.isnan(f["moved"]) else f"{f['moved']:.2g}"
+        stopped = f" ({f['stopped']:.0f} stopped)" if f["stopped"] else ""
+        lines.append(
+            f"| {arm}{stopped} | {f['after']:.3f} | {f['worst']:.3f} | {f['last']:.3f} | {f['clipped']:.3f} |"
+            f" {f['tail']:.3g} | {f['ess']:.3f} | {moved} | {f['share']:.2f} |"
+        )
+    return lines
+
+
+def page(rows: Sequence[ArmRow]) -> str:
+    """docs/several-updates.md."""
+    found, missing = means(rows), (len(ARMS) * len(RATES) + len(LINES)) * len(SEEDS) - len(rows)
+    before = float(np.mean([r.before for r in rows]))
+    rates = " and ".join(f"{lr:g} ({n})" for n, lr in RATES.items())
+    lines = [
+        "# Several updates on one batch",
+        "",
+        "With one optimizer step a batch every trust region is silent (law 3), and algorithms that differ in nothing",
+        "else coincide ([side by side](algorithm-table.md)). Here they part: each batch is used for"
+        f" {MINIBATCHES * EPOCHS} optimizer steps",
+        f"({PROMPTS} prompts x {SIBLINGS} answers, {MINIBATCHES} minibatches, {EPOCHS} epochs), {STEPS} batches,"
+        " arithmetic after the same SFT,",
+        f"AdamW at {rates}. Every arm is `grpo` without KL with another trust region: credit,",
+        "weights and data are shared, so what parts two arms is the factor of a token's gradient. Held-out accuracy of",
+        f"the start: {before:.3f}. Means over seeds {', '.join(map(str, SEEDS))}. Written by"
+        " `python -m benchmarks.updates`; the arms, one line each, are in",
+        "`benchmarks/updates_regions.py`.",
+        "",
+    ]
+    for name in RATES:
+        lines += [f"## {name.capitalize()}: learning rate {RATES[name]:g}", "", *table(found, name), ""]
+    lines += ["## Lines with credit of their own, mild", "", *table(found, "mild", LINES), ""]
+    lines += [
+        "*after*: held-out accuracy after the last batch, sampled at temperature 1. *last rollouts*: right answers on",
+        f"training prompts, last {LAST} batches. *clipped*: share of tokens with a push of exactly 0. *ratio tail*:",
+        "mean squared ratio, largest batch and seed, of the arm's own ratio: of tokens, or of whole answers (`gspo`,",
+        "`luspo`, `vespo`, `seq_is`, `vcpo`). *least ESS*: (mean ratio)^2 / mean squared ratio over tokens, smallest",
+        "batch and seed. *moved*: k3 from the start of the batch, nats a token, while its updates are made.",
+        "*step share*: of the learning rate. A run that a check stopped counts as accuracy 0.",
+        "",
+        "## Predicted before the runs",
+        "",
+    ]
+    for i, p in enumerate(PREDICTIONS, 1):
+        lines.append(f"{i}. {p.text} **{judged(p.holds, found)}**")
+    lines += ["", "## What parts them", "", *LEARNED, "", "## Not arms of their own", ""]
+    lines += [f"- `{n}`: {why}." for n, why in ASIDE.items()]
+    if missing:
+        whole = len(rows) + missing
+        lines += [
+            "",
+            f"**Incomplete:** {missing} of {whole} runs are missing; `python -m benchmarks.updates` makes them.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def judged(holds: object, found: Mapping[tuple[str, str], Mapping[str, float]]) -> str:
+    assert callable(holds)
+    try:
+        return "Came." if holds(found) else "Did not come."
+    except KeyError:
+        return "Not measured yet."
+
+
+def written() -> list[ArmRow]:
+    return [ArmRow(**r) for r in json.loads(RESULTS.read_text())["rows"]] if RESULTS.exists() else []
+
+
+def write(rows: list[ArmRow]) -> None:
+    order = {name: i for i, name in enumerate((*ARMS, *LINES))}
+    rows = sorted((r for r in rows if r.arm in order), key=lambda r: (order[r.arm], r.rate, r.seed))
+    facts = {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "rows": [asdict(r) for r in rows],
+    }
+    RESULTS.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    PAGE.write_text(page(rows), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--only", default=",".join((*ARMS, *LINES)), help="comma-separated arms")
+    parser.add_argument("--rates", default=",".join(RATES))
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time")
+    parser.add_argument("--keep", type=Path, help="folder for the starts, which further calls then find made")
+    parser.add_argument("--dry", action="store_true", help="print the rows, write nothing")
+    parser.add_argument("--page", action="store_true", help="write the page from the results, run nothing")
+    args = parser.parse_args()
+    rows, begun = [] if args.dry else written(), time.perf_counter()
+    if args.page:
+        write(rows)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in map(int, args.seeds.split(",")):
+            for rate in args.rates.split(","):
+                for arm in args.only.split(","):
+                    if arm in LINES and rate != "mild":
+                        continue
+                    done = any((r.arm, r.rate, r.seed) == (arm, rate, seed) for r in rows)
+                    if done or time.perf_counter() - begun > args.seconds:
+                        continue
+                    model = start(seed, args.keep or Path(scratch))
+                    rows.append(play(arm, rate, seed, model, Path(scratch)))
+                    if not args.dry:
+                        write(rows)
+                    print(
+                        {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(rows[-1]).items()}, flush=True
+                    )
+
+
+if __name__ == "__main__":
+    main()
