@@ -69,7 +69,7 @@ class Twice(Arithmetic):
 
 
 class Waits(Twice):
-    """The same, with a tool between the turns that takes a time which no seed decides. So groups do not end in the order
+    """The same, with a tool between the turns, whose time no seed decides. So groups do not end in the order
     in which they were asked, and some of them are said by two versions."""
 
     async def play(self, task: Task, talk: Talk) -> Stop:
