@@ -361,7 +361,7 @@ def table(rows: list[tuple[str, ...]], *head: str) -> list[str]:
 def drawn_at_random() -> list[str]:
     """What `benchmarks/healthy.py` measured, in a paragraph."""
     found = json.loads(RESULTS.with_name("healthy.json").read_text())
-    judged = found["preferences"]
+    judged, asked = found["preferences"], json.loads(RESULTS.with_name("healthy_ahead.json").read_text())
     dtypes = ", ".join(f"{n} in {dtype}" for dtype, n in sorted(judged["dtypes"].items(), key=lambda x: -x[1]))
     return [
         f"**Healthy runs drawn at random**: {found['runs'] - found['false_alarms']} of {found['runs']} were not stopped"
@@ -371,6 +371,12 @@ def drawn_at_random() -> list[str]:
         " is planted, and where it is stopped it must have finite losses with all checks off; no run is drawn again."
         " Untaught policies and absurd learning rates are among them, so live rules may speak there and be right; how"
         " often they are wrong is measured on runs of taught policies: [diagnosis.md](diagnosis.md).",
+        "",
+        f"**The same with groups that are asked ahead**: {asked['runs'] - asked['false_alarms']} of {asked['runs']}"
+        f" were not stopped ({asked['date']}, `benchmarks/healthy.py --ahead`, seed {asked['seed']}, {asked['steps']}"
+        " RL steps in all). Besides the above each has `staleness` 1, 2 or 4, is free-running or deterministic, drains"
+        " or goes on in flight or over old caches, pushes after one step or two, and two in five are resumed from their"
+        " middle.",
         "",
         f"**The same of stages that learn from judgements**: {judged['runs'] - judged['false_alarms']} of"
         f" {judged['runs']} were not stopped ({judged['date']}, `benchmarks/healthy_preferences.py`, seed"
