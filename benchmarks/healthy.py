@@ -151,7 +151,8 @@ def _asked_ahead(seed: int, index: int, recipe: str, words: list[str], needs: st
         *((f"rl.sync_every={many * steps}",) if many > 1 else ()),
         *(("rl.checkpoint_every=4", "keep_checkpoints=9") if resumed else ()),
     ]
-    return Drawn(index, recipe, (*words, *more), needs, resumed)
+    given = {w.split("=", 1)[0] for w in more}
+    return Drawn(index, recipe, (*(w for w in words if w.split("=", 1)[0] not in given), *more), needs, resumed)
 
 
 def _imitation(recipe: str, dtype: str, one: Any) -> list[str]:
