@@ -276,6 +276,12 @@ REGISTRY: dict[str, Definition] = {
         "share",
         "> 0",
     ),
+    "canary/fresh": Definition(
+        "tokens that were said since the last push, in this step or ahead of it, and agree with the learner before its"
+        " weights change, where samples may be older than the learner",
+        "tokens",
+        "no band",
+    ),
     "canary/drawn_again": Definition(
         "tokens of a step that were drawn again and came out the same", "tokens", "no band"
     ),
