@@ -123,7 +123,12 @@ def main() -> None:
     rows = summary(found)
     print(f"\n{parameters:,} parameters, {options.threads} threads\n\n{table(rows)}")
     if not options.quick:
-        told = {"date": date.today().isoformat(), "machine": machine(options.threads), "parameters": parameters, "rows": rows}
+        told = {
+            "date": date.today().isoformat(),
+            "machine": machine(options.threads),
+            "parameters": parameters,
+            "rows": rows,
+        }
         more = {"rounds": {str(k): v for k, v in found.items()}, "seconds": time.perf_counter() - begun}
         options.out.write_text(json.dumps(told | more, indent=1) + "\n")
 

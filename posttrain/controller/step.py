@@ -101,7 +101,7 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         with roles.clock.of("rollout"):
             await roles.groups.proceed()
         with roles.clock.of("sync"):
-            if roles.sync.due(roles.trainer.version, stage.sync_every):
+            if e.index % stage.sync_steps == 0 and roles.sync.due(roles.trainer.version):
                 await roles.sync.push(roles.trainer.version)
             roles.watch.emit(PushedEvent(e, credit))
         partial.line = _line(roles, partial, notes(e, credit, stage.prompts))

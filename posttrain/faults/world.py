@@ -154,8 +154,8 @@ def _(real: Real) -> Real:
     needs="chat",
 )
 def _(real: Real) -> Real:
-    def pair(self: Any, prompt: Any, completion: str, task: str = "") -> Any:
-        before, after = real(self, prompt, completion, task)
+    def pair(self: Any, prompt: Any, completion: str, *named: Any) -> Any:
+        before, after = real(self, prompt, completion, *named)
         return (before, after) if isinstance(prompt, str) else (self.encode(self.chat(prompt, generate=False)), after)
 
     return pair

@@ -94,9 +94,15 @@ class Waves:
 
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
         self.versions.append(version)
-        played, passed = await self.rollout.until(self.prompts, request, self.sampling, self.stream, seen)
+        rollout, metered = self.rollout, MeteredSampler(self.rollout.sampler)
+        if shared := len(self.versions) > 1:  # then checks sample turns of their own, which the engine counts too
+            rollout = replace(rollout, sampler=metered)
+        played, passed = await rollout.until(self.prompts, request, self.sampling, self.stream, seen)
         self.prompts.learn(played)
-        return TakenGroups(played, passed, version, tuple(self.versions), self.rollout.sampler.gauges())
+        engine = self.rollout.sampler.gauges()
+        if shared:
+            engine = {**engine, "engine/tokens": Gauge(metered.tokens, metered.turns)}
+        return TakenGroups(played, passed, version, tuple(self.versions), engine)
 
     async def proceed(self) -> None:
         return
