@@ -3,11 +3,13 @@
     python benchmarks/healthy.py                        # 600 runs from seed 0, on as many processes as there are cores
     python benchmarks/healthy.py --count 40 --seed 7    # what CI does, with a seed of its own
     python benchmarks/healthy.py --seed 7 --only 12     # one of them, with its output
+    python benchmarks/healthy.py --ahead --count 100    # runs whose groups are asked ahead of the updates
 
 A run is healthy by definition, before it is drawn: nothing is planted, and where it is stopped the same run with every
 check switched off has finite losses to its end. Run number i of seed s is a function of (s, i) alone. A stop of a
 healthy run is a false alarm; a finding of a live rule (`diagnose.rules`) in the notes of its record is a false note,
-and counted apart. Writes benchmarks/results/healthy.json.
+and counted apart. Writes benchmarks/results/healthy.json, or healthy_ahead.json: there each run has `staleness`, is
+free-running or deterministic, pushes with or without a drain, after one step or two, and may be resumed in its middle.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from posttrain.core.pieces.shape import BestOf
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/healthy.json"
+AHEAD = RESULTS.with_name("healthy_ahead.json")
 STEPS = 10
 """RL steps of a run: most false alarms came in the first ones."""
 RECIPES = {"verifiable": 0.4, "arithmetic": 0.34, "calculator": 0.12, "ladder": 0.06, "shop": 0.05, "programs": 0.03}
@@ -66,6 +69,8 @@ class Drawn:
     words: tuple[str, ...]
     needs: str = ""
     """`teacher` or `draft`: a second model with the policy's tokenizer, trained first."""
+    resumed: bool = False
+    """Whether it is played again from the checkpoint in its middle."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,8 @@ class Outcome:
     """Findings of live rules."""
 
 
-def draw(seed: int, index: int) -> Drawn:
-    """Run number `index` of `seed`."""
+def draw(seed: int, index: int, ahead: bool = False) -> Drawn:
+    """Run number `index` of `seed`. `ahead`: the same one, with groups that are asked ahead of the updates."""
     rng = seeds.generator(seed, "healthy", index)
 
     def one(*choices: Any, p: Iterable[float] | None = None) -> Any:
@@ -126,7 +131,28 @@ def draw(seed: int, index: int) -> Drawn:
         ),
     ]
     needs = "teacher" if algorithm in TEACHERS else "draft" if 0.1 <= look < 0.16 else ""
-    return Drawn(index, recipe, tuple(words), needs)
+    return Drawn(index, recipe, tuple(words), needs) if not ahead else _asked_ahead(seed, index, recipe, words, needs)
+
+
+def _asked_ahead(seed: int, index: int, recipe: str, words: list[str], needs: str) -> Drawn:
+    """The same run with `staleness`: what a push does to work in flight, how often there is one, and what is promised
+    of its bits. Drafts are never deterministic."""
+    rng = seeds.generator(seed, "healthy-ahead", index)
+    settings = dict(w.split("=", 1) for w in words)
+    drafts = needs == "draft" or "engine.lookup" in settings
+    deterministic, resumed = rng.random() < 0.4 and not drafts, bool(rng.random() < 0.4)
+    update = "drain" if deterministic else str(rng.choice(["drain", "inflight", "stale"], p=[0.45, 0.45, 0.1]))
+    many = 2 if rng.random() < 0.25 else 1
+    steps = int(settings["rl.minibatches"]) * int(settings["rl.epochs"])
+    more = [
+        f"rl.staleness={rng.choice([1, 2, 4])}",
+        *(("deterministic=true",) if deterministic else ()),
+        *((f"engine.update={update}",) if update != "drain" else ()),
+        *((f"rl.sync_every={many * steps}",) if many > 1 else ()),
+        *(("rl.checkpoint_every=4", "keep_checkpoints=9") if resumed else ()),
+    ]
+    given = {w.split("=", 1)[0] for w in more}
+    return Drawn(index, recipe, (*(w for w in words if w.split("=", 1)[0] not in given), *more), needs, resumed)
 
 
 def _imitation(recipe: str, dtype: str, one: Any) -> list[str]:
@@ -199,6 +225,8 @@ def play(run: Drawn, folder: Path, scratch: Path) -> Outcome:
             second = _second(run, scratch)
             words.append(f"rl.reference={second}" if run.needs == "teacher" else f"engine.draft={second}")
         posttrain.run(run.recipe, *words, out=folder / "run", quiet=True)
+        if run.resumed:
+            posttrain.run(resume=next((folder / "run/checkpoints").glob("*-rl-000004")), quiet=True)
     except ConfigError as error:
         told["refused" if not _begun(folder / "run") else "stopped"] = str(error)
     except Exception as error:
@@ -252,7 +280,7 @@ def _second(run: Drawn, scratch: Path) -> Path:
                 out=Path(temporary) / "run",
                 quiet=True,
             )
-            made = posttrain.export(done.folder, Path(temporary) / "model")
+            made = Path(posttrain.export(done.folder, Path(temporary) / "model"))
             with contextlib.suppress(OSError):
                 made.rename(folder)
     return folder
@@ -261,19 +289,19 @@ def _second(run: Drawn, scratch: Path) -> Path:
 # --- many -------------------------------------------------------------------------------------------------------------
 
 
-def _work(job: tuple[int, int, str]) -> Outcome:
-    seed, index, scratch = job
+def _work(job: tuple[int, int, str, bool]) -> Outcome:
+    seed, index, scratch, ahead = job
     import torch
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        return play(draw(seed, index), Path(folder), Path(scratch))
+        return play(draw(seed, index, ahead), Path(folder), Path(scratch))
 
 
-def many(seed: int, indices: Iterable[int], jobs: int) -> list[Outcome]:
+def many(seed: int, indices: Iterable[int], jobs: int, ahead: bool = False) -> list[Outcome]:
     """Play these runs, side by side in `jobs` processes."""
     scratch = tempfile.mkdtemp(prefix="healthy-")
-    todo = [(seed, i, scratch) for i in indices]
+    todo = [(seed, i, scratch, ahead) for i in indices]
     out: list[Outcome] = []
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -325,16 +353,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="this run alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--ahead", action="store_true", help="groups are asked ahead of the updates")
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
     args = parser.parse_args()
     if args.only is not None:
-        run = draw(args.seed, args.only)
+        run = draw(args.seed, args.only, args.ahead)
         print(f"posttrain run {run.recipe} {' '.join(run.words)}  {run.needs}", flush=True)
         with tempfile.TemporaryDirectory() as scratch:
             print(line(play(run, Path(scratch) / "one", Path(scratch)), 1, 1))
         return
     begun = time.perf_counter()
-    outcomes = many(args.seed, range(args.count), args.jobs)
+    outcomes = many(args.seed, range(args.count), args.jobs, args.ahead)
     told = {
         "seed": args.seed,
         "date": time.strftime("%Y-%m-%d"),
@@ -343,7 +372,9 @@ def main() -> None:
     }
     print(json.dumps({k: v for k, v in told.items() if k != "told"}, indent=1))
     if not args.dry:
-        RESULTS.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        (AHEAD if args.ahead else RESULTS).write_text(
+            json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
     if told["false_alarms"]:
         sys.exit(1)
 

@@ -3,11 +3,13 @@ results/trust.json.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py            # everything, a few minutes on one core
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --new      # the faults that the last results lack
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --staleness 2   # the faults of RL, with older samples
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --page     # the page again, from the last results
 
 Every fault of `posttrain.faults` is planted into the smallest run that shows it, for at most 20 steps, and what
-stops or names it first is read off the error (or the record's notes). Healthy runs take `HEALTHY` algorithms on three
-seeds; the cost of watching is measured in the shipped recipe `arithmetic`.
+stops or names it first is read off the error (or the record's notes). With `--staleness K` those of reinforcement are
+planted again into runs whose groups are asked K steps ahead, free-running and deterministic. Healthy runs take
+`HEALTHY` algorithms on three seeds; the cost of watching is measured in the shipped recipe `arithmetic`.
 """
 
 from __future__ import annotations
@@ -31,9 +33,13 @@ import torch
 import posttrain
 from posttrain.api import proofs
 from posttrain.checks import (
+    ahead as asked_ahead,
+)
+from posttrain.checks import (
     credit,
     data,
     draws,
+    fresh,
     frozen,
     loss,
     measured,
@@ -62,10 +68,11 @@ from posttrain.faults import FAULTS
 from posttrain.role import rounding
 from posttrain.role.events import Observers, PlayedEvent
 from posttrain.role.roles import ReinforceRoles
-from tests.faulty import STEPS, catch, named, smallest, start
+from tests.faulty import BOUND, STEPS, acts_ahead, catch, named, smallest, start
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "trust.json"
+AHEAD = ROOT / "benchmarks" / "results" / "trust_ahead.json"
 PAGE = ROOT / "docs" / "trust.md"
 HEALTHY = ("reinforce", "reinforce_ema", "rloo", "ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "maxrl")
 SEEDS = (0, 1, 2)
@@ -88,6 +95,10 @@ EVERY_STEP = (
         update.keeps_to_schedule,
     ),
     *(frozen.only_frozen_is_left_out, frozen.frozen_stays),
+    *(asked_ahead.next_of_the_walk, asked_ahead.asked_within_bound, asked_ahead.as_old_as_asked),
+    *(asked_ahead.versions_only_grow, asked_ahead.promised_as_begun, asked_ahead.ages_as_stamped),
+    *(asked_ahead.unchanged_in_the_queue, asked_ahead.pushed_between_steps, fresh.start_is_the_learner),
+    fresh.FreshCheck,
     *(measured.measured_right, resume.goes_on, resume.came_back),
     *(preference_data.sides_are_as_judged, preference_data.completion_ends_once, preference_data.sides_share_a_prompt),
     *(preference_data.tokens_are_as_judged, preference_reference.reference_says),
@@ -259,6 +270,57 @@ def with_new(folder: Path) -> dict[str, Any]:
     return {**data, "caught": {name: before[name] for name in FAULTS}}
 
 
+def ahead(folder: Path, staleness: int) -> dict[str, Any]:
+    """The faults of reinforcement, planted into runs whose groups are asked `staleness` steps ahead."""
+    begun, model = time.perf_counter(), start(folder / "start")
+    out: dict[str, Any] = {"staleness": staleness}
+    for mode in ("free-running", "deterministic"):
+        whole = mode == "deterministic"
+        caught = out[mode] = dict[str, Any]()
+        for name, fault in FAULTS.items():
+            if not acts_ahead(fault, whole):
+                continue
+            found = catch(fault, model, folder / mode / name, deterministic=whole, staleness=staleness)
+            caught[name] = None if found is None else asdict(found)
+            told = "NOT CAUGHT" if found is None else f"{found.detector}, step {found.step}"
+            print(f"{mode} {name}: {told}", flush=True)
+    return {**out, "date": time.strftime("%Y-%m-%d"), "seconds": time.perf_counter() - begun}
+
+
+def _later(stale: dict[str, Any], mode: str, name: str) -> str:
+    """The step at which a fault is caught in runs that ask ahead, as a cell of the table."""
+    if name not in stale[mode]:
+        return ""
+    found = stale[mode][name]
+    return "**open**" if found is None else str(found["step"])
+
+
+def ahead_words(caught: dict[str, Any], stale: dict[str, Any]) -> list[str]:
+    """What the page says of runs that ask ahead."""
+    k, modes = stale["staleness"], ("free-running", "deterministic")
+    late, missed = list[str](), set[str]()
+    for mode in modes:
+        for name, found in stale[mode].items():
+            if found is None:
+                missed |= {name} if caught.get(name) is not None else set()
+            elif caught.get(name) is not None and found["step"] > caught[name]["step"] + 2 * k:
+                late.append(f"`{name}` ({mode}: step {found['step']})")
+    counts = " and ".join(f"{len(stale[m])} {m}" for m in modes)
+    return [
+        f"The two last columns are of runs with `staleness={k}`, free-running and with `deterministic=true`"
+        f" ({counts}, {stale['date']}, `benchmarks/trust.py --staleness {k}`): the step at which the same fault is"
+        f" caught there. It may be {2 * k} steps later, since samples of the wrong weights, or under the wrong version,"
+        f" are learned from up to {k} steps after they were said."
+        + (f" Later than that: {', '.join(late)}." if late else " None is found later than that.")
+        + (f" Caught without staleness alone: {', '.join(f'`{n}`' for n in sorted(missed))}." if missed else "")
+        + " An empty cell: the fault is not of reinforcement, or cannot act there. `groups_interleaved` regroups what a"
+        " step plays together, and a queue plays each group alone; `fastest_first` needs groups"
+        " that have not ended when a step takes others, and with `deterministic=true` all have. Faults whose run has"
+        " `staleness` in any case are measured with it in the column before too.",
+        "",
+    ]
+
+
 def coverage() -> dict[str, list[str]]:
     """Algorithms of the ladder whose loss, and whose value and entropy terms, have a second opinion."""
     batch, logp, _ = synthetic._synthetic()
@@ -299,7 +361,7 @@ def table(rows: list[tuple[str, ...]], *head: str) -> list[str]:
 def drawn_at_random() -> list[str]:
     """What `benchmarks/healthy.py` measured, in a paragraph."""
     found = json.loads(RESULTS.with_name("healthy.json").read_text())
-    judged = found["preferences"]
+    judged, asked = found["preferences"], json.loads(RESULTS.with_name("healthy_ahead.json").read_text())
     dtypes = ", ".join(f"{n} in {dtype}" for dtype, n in sorted(judged["dtypes"].items(), key=lambda x: -x[1]))
     return [
         f"**Healthy runs drawn at random**: {found['runs'] - found['false_alarms']} of {found['runs']} were not stopped"
@@ -309,6 +371,12 @@ def drawn_at_random() -> list[str]:
         " is planted, and where it is stopped it must have finite losses with all checks off; no run is drawn again."
         " Untaught policies and absurd learning rates are among them, so live rules may speak there and be right; how"
         " often they are wrong is measured on runs of taught policies: [diagnosis.md](diagnosis.md).",
+        "",
+        f"**The same with groups that are asked ahead**: {asked['runs'] - asked['false_alarms']} of {asked['runs']}"
+        f" were not stopped ({asked['date']}, `benchmarks/healthy.py --ahead`, seed {asked['seed']}, {asked['steps']}"
+        " RL steps in all). Besides the above each has `staleness` 1, 2 or 4, is free-running or deterministic, drains"
+        " or goes on in flight or over old caches, pushes after one step or two, and two in five are resumed from their"
+        " middle.",
         "",
         f"**The same of stages that learn from judgements**: {judged['runs'] - judged['false_alarms']} of"
         f" {judged['runs']} were not stopped ({judged['date']}, `benchmarks/healthy_preferences.py`, seed"
@@ -322,6 +390,7 @@ def drawn_at_random() -> list[str]:
 
 def page(data: dict[str, Any]) -> str:
     caught: dict[str, Any] = data["caught"]
+    stale = json.loads(AHEAD.read_text())
     runs: list[dict[str, Any]] = data["healthy"]
     found = [c for c in caught.values() if c is not None]
     before = sum(c["step"] == 0 for c in found)
@@ -335,11 +404,18 @@ def page(data: dict[str, Any]) -> str:
             if c is None
             else (f"`{n}`", FAULTS[n].what, f"`{c['detector']}`", c["kind"], str(c["step"]))
         )
+        + (_later(stale, "free-running", n), _later(stale, "deterministic", n))
         for n, c in caught.items()
     ]
     lines = [
         "<!-- generated by `python benchmarks/trust.py`; measure again instead of editing -->",
         "# Trust: what every run checks, and how we know that it does",
+        "",
+        (
+            "For people who ask whether they may believe a result. After this page you know what every"
+            " run checks, which planted bugs each check caught,"
+        ),
+        "and what is not caught.",
         "",
         (
             f"{len(caught)} real bugs, collected from the issue trackers of other frameworks, can be planted into the"
@@ -406,7 +482,8 @@ def page(data: dict[str, Any]) -> str:
             " faults NAME` says what a fault does to a user, where it was seen, and what it replaces."
         ),
         "",
-        *table(rows, "fault", "what is wrong", "caught by", "kind", "step"),
+        *ahead_words(caught, stale),
+        *table(rows, "fault", "what is wrong", "caught by", "kind", "step", "ahead", "the same, deterministic"),
         "## Healthy runs",
         "",
         f"{len(HEALTHY)} algorithms x {len(SEEDS)} seeds, {HEALTHY_STEPS} steps each: {len(tripped)} tripped anything"
@@ -454,8 +531,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--page", action="store_true", help="write the page again from the last results")
     parser.add_argument("--new", action="store_true", help="measure only the faults that the last results lack")
+    parser.add_argument("--staleness", type=int, help=f"ask so many steps ahead, and plant again (page: {BOUND})")
     asked = parser.parse_args()
-    if asked.new:
+    if asked.staleness is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            AHEAD.write_text(json.dumps(ahead(Path(folder), asked.staleness), indent=1, allow_nan=False) + "\n")
+    elif asked.new:
         with tempfile.TemporaryDirectory() as folder:
             RESULTS.write_text(json.dumps(with_new(Path(folder)), indent=1, allow_nan=False) + "\n")
     elif not asked.page:

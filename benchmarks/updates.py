@@ -213,6 +213,9 @@ def page(rows: Sequence[ArmRow]) -> str:
     lines = [
         "# Several updates on one batch",
         "",
+        "For people who take several optimizer steps on one batch. After this page you know where trust regions part,",
+        "and which of them keep what was learned.",
+        "",
         "With one optimizer step a batch every trust region is silent (law 3), and algorithms that differ in nothing",
         "else coincide ([side by side](algorithm-table.md)). Here they part: each batch is used for"
         f" {MINIBATCHES * EPOCHS} optimizer steps",

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +34,20 @@ from tests.tiny import MODEL, tiny_run
 STEPS = 20
 """Steps of a run a fault may take to be caught."""
 ROOT = Path(__file__).parents[1]
+BOUND = 2
+"""By how many steps samples may be older in runs of faults between asking and learning."""
+AHEAD = ("ahead", "ahead_resume")
+RESUMED = ("resume", "ahead_resume")
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", *AHEAD)
+"""What faults need that are planted into a reinforcement stage, or before its first step."""
+
+
+def acts_ahead(fault: Fault, deterministic: bool) -> bool:
+    """Whether a fault can act in a run of reinforcement whose groups are asked ahead. A model with a recurrent state
+    cannot be `deterministic`."""
+    if fault.needs not in IN_REINFORCEMENT or fault.name == "groups_interleaved":
+        return False
+    return not deterministic or not (fault.needs == "state" or fault.name == "fastest_first")
 
 
 class Twice(Arithmetic):
@@ -52,9 +68,23 @@ class Twice(Arithmetic):
         return super().distractor(task) * 2
 
 
+class Waits(Twice):
+    """The same, with a tool between the turns, whose time no seed decides. So groups do not end in the order
+    in which they were asked, and some of them are said by two versions."""
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        talk.see(task.prompt)
+        first = await talk.say()
+        if first.stop is not Stop.SAID:
+            return first.stop
+        await asyncio.sleep(random.random() * 0.03)
+        talk.see("=")
+        return (await talk.say()).stop
+
+
 SUMS = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 9}, heldout=20)
 """Answers of one and of two digits, so that lengths differ."""
-GALLERY["twice"] = f"{__name__}:Twice"
+GALLERY["twice"], GALLERY["waits"] = f"{__name__}:Twice", f"{__name__}:Waits"
 
 
 @dataclass(frozen=True)
@@ -90,18 +120,23 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         slots=32,
     )
     needs = fault.needs if fault else ""
-    if needs == "tool":
-        run = replace(run, env=replace(run.env, name="twice"))
+    if needs in ("tool", *AHEAD):
+        run = replace(run, env=replace(run.env, name="twice" if needs == "tool" else "waits"))
     if needs == "bos":
         run = replace(run, model=Model(path=str(_begins(folder / "bos")), context=64))
     if needs == "state":
         run = replace(run, model=Model(path=str(_remembers(folder / "state")), context=64))
     if needs == "chat":
         run = _chat(run, folder)
-    if needs == "resume":
+    if needs in AHEAD:
         stage = run.stages[-1]
         assert isinstance(stage, Reinforce)
-        run = replace(run, stages=(replace(stage, steps=3, checkpoint_every=1),), keep_checkpoints=10)
+        run = replace(run, stages=(replace(stage, staleness=stage.staleness or BOUND),))
+    if needs in RESUMED:
+        stage = run.stages[-1]
+        assert isinstance(stage, Reinforce)
+        few = 3 if needs == "resume" else 6
+        run = replace(run, stages=(replace(stage, steps=few, checkpoint_every=1),), keep_checkpoints=10)
     if fault is not None and fault.needs == "sft":
         run = replace(base, stages=base.stages[:1])
     if needs in ("reward_model", "judge"):
@@ -144,14 +179,14 @@ def _rewarded(run: Run, needs: str) -> Run:
     return replace(run, model=model, env=paid, stages=(rm, rl))
 
 
-def catch(fault: Fault, model: Path, folder: Path) -> Caught | None:
-    """Run it with the fault planted; what caught it first, or None."""
-    run = smallest(fault, model, folder)
+def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = False, **rl: Any) -> Caught | None:
+    """Run it with the fault planted; what caught it first, or None. `rl`: settings of its reinforcement stage."""
+    run = replace(smallest(fault, model, folder, **rl), deterministic=deterministic)
     out = folder / fault.name
     words = (*fault.shows, f"fault={fault.name}")
     try:
         posttrain.run(run, *words, out=out, quiet=True, allow_fault=True)
-        if fault.needs == "resume":
+        if fault.needs in RESUMED:
             second = sorted((out / "checkpoints").glob("*-rl-000002"))[0]
             posttrain.run(resume=second, quiet=True, allow_fault=True)
     except PosttrainError as error:

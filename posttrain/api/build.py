@@ -22,7 +22,7 @@ from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import RewardModels, with_reward_head
 from posttrain.api.target import open_policy
 from posttrain.checks.watch import observers, of_run
-from posttrain.controller.parts import RunParts, StageSetting
+from posttrain.controller.parts import RunParts, StageSetting, nothing_waits
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.book import Book
@@ -34,6 +34,7 @@ from posttrain.core.run import Model, Run
 from posttrain.core.stage import Optimizer, Stage, check_patterns
 from posttrain.core.version import VERSION
 from posttrain.engine import eight_bit
+from posttrain.engine.embedded.engine import EmbeddedEngine
 from posttrain.engine.embedded.replay import Replay
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
@@ -149,11 +150,17 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
     render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     imitates = any(s.demonstrated for s in stages)
     for row in rows:
+        task = row.task
         with placed(row.place):
+            if task.tools and not render.offers(task.prompt, task.tools):
+                raise DataError(
+                    "the row offers tools, and this model's chat template writes none: take a model whose template"
+                    " knows tools, or set env.args.tools_column= and write them into the prompt"
+                )
             if row.completion is None or not imitates:
-                render.prompt(row.task.prompt, row.task.id, tools(row.task))
+                render.prompt(task.prompt, task.id, tools(task))
             elif (
-                length := sum(len(ids) for ids in render.pair(row.task.prompt, row.completion, row.task.id))
+                length := sum(map(len, render.pair(task.prompt, row.completion, task.id, task.tools)))
             ) > policy.context:
                 raise DataError(
                     f"the prompt and its completion have {length} tokens, and the context is {policy.context}: shorten"
@@ -360,4 +367,5 @@ def make_parts(
         watch=of_run(),
         trackers=trackers,
         close=close,
+        idle=roles.engine.idle if isinstance(roles.engine, EmbeddedEngine) else nothing_waits,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -114,11 +115,13 @@ class FrozenRewards:
     """`role.reward_judge.RewardScorer` of a policy with a reward head, which does not train."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy, self._learner = policy, HFLearner(policy)
+        self._policy, self._learner, self._one = policy, HFLearner(policy), threading.Lock()
 
     def rewards(self, packed: Packed) -> np.ndarray:
-        """float32 [S]: the score of each segment, without gradient."""
-        return self._learner.rewards(packed)
+        """float32 [S]: the score of each segment, without gradient. Threads take turns: groups that are asked ahead are
+        judged in one while a check reads the same model in another."""
+        with self._one:
+            return self._learner.rewards(packed)
 
     def tensors(self) -> Mapping[str, Any]:
         """Its weights by name, the head's included."""

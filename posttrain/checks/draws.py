@@ -270,7 +270,8 @@ def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
 class DrawsCheck(Observer):
     """Draws are tested in the first 16 steps and in every eighth later one. Siblings are compared in every step.
 
-    Where samples may be older than the learner, draws are tested by `ProbeCheck` instead.
+    Where samples may be older than the learner, draws are tested in the first step alone, and then by `ProbeCheck` and
+    `FreshCheck`.
     With oversampling nothing is bet: which answers are kept then depends on their lengths.
     """
 
@@ -285,7 +286,7 @@ class DrawsCheck(Observer):
             case PlayedEvent(e) if not roles.stage.oversample:
                 apart = unmeasured(roles.run.model.dtype, roles.sampling.temperature).worst
                 return ObserverReport(bet_on_siblings(self._bets.siblings, e.played, apart))
-            case ScoredEvent(e, _) if not roles.stage.most_behind and (e.index <= 16 or e.index % 8 == 0):
+            case ScoredEvent(e, _) if _of_the_learner(roles.stage.most_behind, e.index):
                 return ObserverReport(self._test(roles, e))
             case _:
                 return None
@@ -299,6 +300,11 @@ class DrawsCheck(Observer):
         if roles.stage.oversample and not roles.sync.sampler.draws_by_place:
             return {}
         return draws_are_true(roles, self._bets, episodes, e.index * 7 % len(episodes), roles.stream)
+
+
+def _of_the_learner(most_behind: int, index: int) -> bool:
+    """Whether draws of step `index` are tested: all that it learns from was said by the learner's weights."""
+    return index == 1 if most_behind else index <= 16 or index % 8 == 0
 
 
 def draws_are_true(roles: ReinforceRoles, bets: Bets, episodes: Sequence[Episode], first: int, stream: str) -> Gauges:

@@ -43,6 +43,8 @@ class ProbeCheck(Observer):
         self._bets = bets
         self._prompts: list[np.ndarray] = []
         self._saying: asyncio.Task[list[Group]] | None = None
+        self._version = 0
+        """Of the weights that both sides had when they were asked."""
         self._missed = 0
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
@@ -51,6 +53,10 @@ class ProbeCheck(Observer):
         segments = [e.segments[0] for g in event.experience.played for e in g.episodes[:1] if e.own]
         self._prompts = [s.ids[: int(np.argmax(s.mask))] for s in segments if s.mask.any()][:TURNS]
         if self._saying is None:
+            return None
+        if roles.trainer.version != self._version:  # with sync_every the learner may be ahead of the last push
+            self._saying.cancel()
+            self._saying = None
             return None
         if not self._saying.done():
             self._missed += 1
@@ -61,6 +67,7 @@ class ProbeCheck(Observer):
         if not self._prompts or roles.sync.sampler.version != roles.trainer.version or step.index == roles.stage.steps:
             return None
         await self._stop()
+        self._version = roles.trainer.version
         self._saying = asyncio.ensure_future(self._say(roles, step.index))
         if not roles.run.deterministic and self._missed < PATIENCE:
             return None

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from posttrain.checks.ahead import AheadCheck
 from posttrain.checks.change import ChangeGauges
 from posttrain.checks.credit import CreditCheck
 from posttrain.checks.data import TaskCheck
 from posttrain.checks.draws import Bets, DrawsCheck
+from posttrain.checks.fresh import FreshCheck
 from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.history import StageHistory
 from posttrain.checks.imitation import ImitationCheck
@@ -49,6 +51,8 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         CreditCheck(),
         SamplerCheck(fresh=not steps),
         TaskCheck(),
+        AheadCheck(kept.get("ahead", {}) if steps else None),
+        FreshCheck(bets),
         DrawsCheck(bets),
         ProbeCheck(bets),
         VerifierCheck(history),
@@ -93,8 +97,9 @@ def preference(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]
 
 def online(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a stage that learns from preferences between its own samples."""
+    history = StageHistory(steps)
     return [
-        OptimizerResumeCheck(StageHistory(steps)),
+        OptimizerResumeCheck(history),
         SampledPairCheck(),
         OpponentCheck(),
         ReferenceCheck(first=not steps),
@@ -104,6 +109,8 @@ def online(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
         FrozenCheck(),
         SamplerCheck(fresh=False),
         TaskCheck(),
+        VerifierCheck(history),
+        LiveRules(history),
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,10 @@ from posttrain.role.opponent import Opponent
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 from posttrain.role.trainer import Trainer, WeightOptimizer
+
+
+async def nothing_waits() -> None:
+    """What an engine elsewhere does needs nothing from this process."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class RunParts:
     trackers: list[Tracker] = field(default_factory=list[Tracker])
     close: Callable[[], None] = lambda: None
     """Stops the engine and frees its threads, processes and memory."""
+    idle: Callable[[], Awaitable[None]] = nothing_waits
+    """Waits until an engine that computes in this process has nothing to say now."""
     version: int = 0
     """Optimizer steps so far, over all stages. It is the version of the learner's weights."""
     measured: MeasuredReport | None = None

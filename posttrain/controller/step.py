@@ -98,8 +98,10 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                         seen, note = left_out(roles, batch, e.index, error)
                         partial.skipped.append(note)
                     partial.learned.append(seen)
+        with roles.clock.of("rollout"):
+            await roles.groups.proceed()
         with roles.clock.of("sync"):
-            if roles.sync.due(roles.trainer.version, stage.sync_every):
+            if e.index % stage.sync_steps == 0 and roles.sync.due(roles.trainer.version):
                 await roles.sync.push(roles.trainer.version)
             roles.watch.emit(PushedEvent(e, credit))
         partial.line = _line(roles, partial, notes(e, credit, stage.prompts))

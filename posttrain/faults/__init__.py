@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from posttrain.faults import (
     adapters,
+    ahead,
     engine,
     keeping,
     learning,
@@ -23,6 +24,7 @@ __all__ = [
     "FAULTS",
     "Fault",
     "adapters",
+    "ahead",
     "engine",
     "find",
     "keeping",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -67,6 +67,9 @@ class GroupSource(Protocol):
         """
         ...
 
+    async def proceed(self) -> None:
+        """Called during an update: what is on its way may go on."""
+
     async def learned(self) -> None:
         """Called after each step, with its weights in place."""
 
@@ -91,9 +94,18 @@ class Waves:
 
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
         self.versions.append(version)
-        played, passed = await self.rollout.until(self.prompts, request, self.sampling, self.stream, seen)
+        rollout, metered = self.rollout, MeteredSampler(self.rollout.sampler)
+        if shared := len(self.versions) > 1:  # then checks sample turns of their own, which the engine counts too
+            rollout = replace(rollout, sampler=metered)
+        played, passed = await rollout.until(self.prompts, request, self.sampling, self.stream, seen)
         self.prompts.learn(played)
-        return TakenGroups(played, passed, version, tuple(self.versions), self.rollout.sampler.gauges())
+        engine = self.rollout.sampler.gauges()
+        if shared:
+            engine = {**engine, "engine/tokens": Gauge(metered.tokens, metered.turns)}
+        return TakenGroups(played, passed, version, tuple(self.versions), engine)
+
+    async def proceed(self) -> None:
+        return
 
     async def learned(self) -> None:
         return
@@ -188,6 +200,8 @@ class GroupQueue:
     deterministic: bool
     versions: deque[int]
     """Of the learner, at the beginning of the last steps. As many as its deque has room for."""
+    idle: Callable[[], Awaitable[None]]
+    """Waits until an engine that computes in this process has nothing to say now."""
     cursor: int = 0
     _waiting: deque[AskedGroup] = field(default_factory=deque[AskedGroup])
     _taken: int = 0
@@ -212,8 +226,13 @@ class GroupQueue:
             said, self.cursor = said + asked.said, asked.cursor
             self._taken, self._played = self._taken + passed[-1], len(played)
             self._admit()
+        await self.idle()
         self._last = tuple(played)
         return TakenGroups(self._last, tuple(passed), min(begun), tuple(self.versions), {"engine/tokens": said})
+
+    async def proceed(self) -> None:
+        """Sampling comes before learning: a tool that is called early works while the learner computes."""
+        await self.idle()
 
     async def learned(self) -> None:
         if self.deterministic:

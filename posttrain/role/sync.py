@@ -34,10 +34,9 @@ class Sync:
     tried: bool = False
     """Whether the sampler has been shown to compute with the learner's adapter."""
 
-    def due(self, version: int, every: int | None = None) -> bool:
-        """Whether the sampler is to get the learner's weights, which are `version` now: `every` optimizer steps, or
-        whenever they changed."""
-        return version - self.sampler.version >= (every or 1)
+    def due(self, version: int) -> bool:
+        """Whether the learner's weights, which are `version` now, are newer than the sampler's."""
+        return version > self.sampler.version
 
     async def push(self, version: int) -> str:
         """Push the learner's weights as `version`; returns their fingerprint.

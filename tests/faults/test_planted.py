@@ -15,7 +15,7 @@ from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
 from posttrain.faults import FAULTS, find, planted
-from tests.faulty import ROOT, STEPS, catch, smallest, start
+from tests.faulty import AHEAD, ROOT, STEPS, catch, smallest, start
 
 
 @pytest.fixture(scope="session")
@@ -31,13 +31,16 @@ SHOWN = {
     *("sides_swapped", "preference_sign_flip", "reference_trained_along"),
     *("worse_sample_chosen", "opponent_is_the_policy", "nash_term_sign_flip"),
     *("wrong_completion_kept", "hint_left_in_prompt", "duplicates_kept", "kept_under_other_prompt", "rounds_add_up"),
+    *("age_not_counted", "stale_relabelled_fresh", "proximal_of_older_weights", "queue_drops_the_oldest"),
+    *("group_learned_twice", "queue_without_versions", "pushed_inside_a_step", "inflight_cache_kept"),
 }
-"""Faults of stages that learn from preferences or from their own samples that are planted here.
+"""Faults of stages that learn from preferences or from their own samples, or ask ahead, that are planted here.
 `tests/prove/test_trust.py` plants all of them."""
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, f in FAULTS.items() if f.needs not in ("preference", "online", "reject") or n in SHOWN]
+    "name",
+    [n for n, f in FAULTS.items() if f.needs not in ("preference", "online", "reject", *AHEAD) or n in SHOWN],
 )
 def test_fault_is_caught(name: str, model: Path, tmp_path: Path) -> None:
     caught = catch(FAULTS[name], model, tmp_path)
@@ -50,7 +53,7 @@ def test_at_least_nine_in_ten_are_caught() -> None:
     assert len(FAULTS) >= 25 and len(OPEN) <= 0.1 * len(FAULTS)
 
 
-@pytest.mark.parametrize("needs", ["", "tool", "preference", "online", "reject", "reward_model", "judge"])
+@pytest.mark.parametrize("needs", ["", "tool", "preference", "online", "reject", "reward_model", "judge", "ahead"])
 def test_the_runs_they_are_planted_in_are_healthy_without_them(needs: str, model: Path, tmp_path: Path) -> None:
     faults = [f for f in FAULTS.values() if f.needs == needs]
     posttrain.run(smallest(faults[0], model, tmp_path, steps=6), out=tmp_path / "healthy", quiet=True)

@@ -25,6 +25,10 @@ from posttrain.role.group_queue import GroupQueue
 from posttrain.role.prompts import Prompts
 
 
+async def idle() -> None:
+    """An engine that says nothing in this process."""
+
+
 class Numbers:
     """Tasks without end, named by their index."""
 
@@ -91,7 +95,7 @@ class Schedule:
         source = cast("TaskSource", Numbers())
         request = RolloutRequest(groups=self.prompts, siblings=1, mixed=True, most=self.most)
         versions = deque[int](maxlen=self.staleness + self.sync_steps)
-        more = (Sampling(), "train", request, first, self.steps, self.staleness, deterministic, versions)
+        more = (Sampling(), "train", request, first, self.steps, self.staleness, deterministic, versions, idle)
         return GroupQueue(cast("Any", rollout), Prompts(source, 0), *more), rollout, server
 
 

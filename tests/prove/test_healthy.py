@@ -30,6 +30,15 @@ def test_no_healthy_run_is_stopped() -> None:
     assert len(outcomes) == COUNT and sum(o.steps for o in outcomes) >= 9 * sum(not o.stopped for o in outcomes)
 
 
+def test_no_healthy_run_that_asks_ahead_is_stopped() -> None:
+    """A third as many, each with `staleness`, some of them resumed."""
+    count = -(-COUNT // 3)
+    print(f"seed {SEED}, {count} runs: python -m benchmarks.healthy --ahead --seed {SEED} --only N plays one again")
+    outcomes = many(SEED, range(count), jobs=int(os.environ.get("POSTTRAIN_HEALTHY_JOBS", "2")), ahead=True)
+    assert not [line(o, o.index, count) for o in outcomes if o.refused or (o.stopped and o.healthy)]
+    assert len(outcomes) == count and sum(o.steps for o in outcomes) >= 9 * sum(not o.stopped for o in outcomes)
+
+
 def test_no_healthy_run_that_learns_from_judgements_is_stopped() -> None:
     """A third as many."""
     count = -(-COUNT // 3)

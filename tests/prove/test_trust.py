@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import posttrain
 from benchmarks.trust import HEALTHY, SEEDS, healthy
 from posttrain.core.ladder import LADDER
 from posttrain.faults import FAULTS
-from tests.faulty import STEPS, catch, named, smallest, start
+from tests.faulty import AHEAD, BOUND, STEPS, acts_ahead, catch, named, smallest, start
 
 pytestmark = pytest.mark.prove
 
@@ -24,6 +26,29 @@ def test_nine_in_ten_faults_are_caught(model: Path, tmp_path: Path) -> None:
     caught = {name: catch(fault, model, tmp_path / name) for name, fault in FAULTS.items()}
     found = [c for c in caught.values() if c is not None and c.step <= STEPS]
     assert len(found) >= 0.9 * len(FAULTS), f"not caught: {[n for n, c in caught.items() if c is None]}"
+
+
+SAMPLED = 12
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
+def test_faults_are_caught_where_samples_are_older(deterministic: bool, model: Path, tmp_path: Path) -> None:
+    """Some of them, by a printed seed. `benchmarks/trust.py --staleness 2` plants all."""
+    seed = int(os.environ.get("POSTTRAIN_SEED", "0"))
+    names = [n for n, f in FAULTS.items() if acts_ahead(f, deterministic) and n not in OPEN_AHEAD]
+    chosen = random.Random(seed).sample(names, SAMPLED)
+    print(f"POSTTRAIN_SEED={seed}: {', '.join(chosen)}")
+    for name in chosen:
+        at = {"staleness": BOUND}
+        found = catch(FAULTS[name], model, tmp_path / name, deterministic=deterministic, **at)
+        assert found is not None, name
+        if FAULTS[name].needs not in AHEAD:
+            soon = catch(FAULTS[name], model, tmp_path / f"{name}-now", deterministic=deterministic)
+            assert soon is None or found.step <= soon.step + 2 * BOUND, name
+
+
+OPEN_AHEAD = {"verifier_has_a_hole"}
+"""Not caught with or without staleness."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from reward_parts import trained
 import posttrain
 from posttrain.api.build import make_policy
 from posttrain.api.environments import make_environment
-from posttrain.api.reward_models import reward_policy
+from posttrain.api.reward_models import FrozenRewards, reward_policy
 from posttrain.core import reader
 from posttrain.core.asks import asks
 from posttrain.core.batch import Packed
@@ -29,6 +30,7 @@ from posttrain.engine.heads import RewardHead
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.reward_folder import read_reward_model, write_reward_model
 from posttrain.role.judging import with_judges
+from posttrain.role.probe import packed_text
 from posttrain.role.reward_judge import JudgeMember, RewardModelJudge, combined
 from tests.tiny import only_rl, tiny_run
 
@@ -129,6 +131,15 @@ def test_several_are_combined_with_pessimism() -> None:
     np.testing.assert_allclose(combined(scores, "mean", 0.0), [3, 1])
     np.testing.assert_allclose(combined(scores, "mean", 1.0), [3 - np.std([1, 2, 6]), 1 - np.std([0, 0, 3])])
     np.testing.assert_allclose(combined(scores, "worst", 0.0), [1, 0])
+
+
+def test_threads_take_turns_at_a_model(tmp_path: Path) -> None:
+    """A check scores answers again while groups that were asked ahead are judged in another thread."""
+    scorer = FrozenRewards(read_reward_model(saved(tmp_path / "one", only_rl(tiny_run())), tiny()))
+    packed = packed_text(np.arange(40, dtype=np.int32) % 8)
+    want = scorer.rewards(packed)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(np.array_equal(x, want) for x in pool.map(scorer.rewards, [packed] * 200))
 
 
 def test_an_ensemble_is_one_reward(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections import deque
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from posttrain.api import main
+from posttrain.controller import step as controller_step
 from posttrain.controller.interrupt import Interrupted
 from posttrain.controller.stages.reinforce import ReinforceDriver
 from posttrain.core import reader, record
@@ -28,6 +30,7 @@ from posttrain.core.types import Stop, Task
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.role.group_queue import GroupQueue, GroupSource
+from posttrain.role.pack import pack
 from posttrain.role.prompts import Prompts
 from tests.prove.test_kill_sweep import digest
 from tests.tiny import tiny_run
@@ -183,7 +186,7 @@ def test_staleness_zero_through_the_queue_is_the_synchronous_run(
     def queue(self: ReinforceDriver, prompts: Prompts, sampling: Any) -> GroupSource:
         stage, state = self.stage, self.state
         of = (self.setting.rollout, prompts, sampling, "train/rl", stage.algorithm.request(stage))
-        made.append(GroupQueue(*of, state.step + 1, stage.steps, 0, True, deque(maxlen=1)))
+        made.append(GroupQueue(*of, state.step + 1, stage.steps, 0, True, deque(maxlen=1), self.parts.idle))
         return made[-1]
 
     monkeypatch.setattr(ReinforceDriver, "_groups", queue)
@@ -221,6 +224,30 @@ def test_weights_are_pushed_every_so_many_optimizer_steps(tmp_path: Path) -> Non
             said = {int(v) for e in episodes_of(row) for s in e.episode.segments for v in s.version[s.mask]}
             assert all((v - begun) % 4 == 0 for v in said), "no version between two pushes has said a token"
     assert max(s.gauges["rollout/most_behind"].sum for s in steps) == 2, "staleness 1, and 2 steps a push"
+
+
+def test_a_step_without_a_second_minibatch_does_not_put_off_a_push(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Minibatches without credit take no optimizer step. Weights are pushed after as many steps all the same, so no
+    token is older than promised."""
+
+    def short(*args: Any, step: int, **more: Any) -> Any:
+        yield from islice(pack(*args, step=step, **more), 1 if step % 2 else None)
+
+    monkeypatch.setattr(controller_step, "pack", short)
+    run = run_of(1, minibatches=2, sync_every=4, steps=6, eval_every=0, checkpoint_every=0)
+    steps = [s for s in reader.steps(played(run, tmp_path / "run")) if s.stage == "rl"]
+    assert [s.gauges["optim/steps"].sum for s in steps] == [1, 2] * 3
+    assert max(s.gauges["rollout/most_behind"].sum for s in steps) == 2
+
+
+def test_what_checks_sample_is_not_counted_as_a_step_s(tmp_path: Path) -> None:
+    """Without a queue too samples are older between two pushes, and the checks sample turns on the same engine."""
+    steps = reader.steps(played(run_of(0, sync_every=2, checkpoint_every=0), tmp_path / "run"))
+    own = [s for s in steps if s.stage == "rl"]
+    assert sum(s.gauges["canary/probed"].sum for s in own if "canary/probed" in s.gauges) >= 2
+    assert all(s.gauges["engine/tokens"].count <= 2 * 16 for s in own), "16 episodes of two turns"
 
 
 @pytest.mark.parametrize(

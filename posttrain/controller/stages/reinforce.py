@@ -161,6 +161,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             stage.staleness,
             run.deterministic,
             versions,
+            self.parts.idle,
             state.walked,
         )
 

@@ -38,6 +38,8 @@ from posttrain.engine.models import named_tensors
 
 CACHE_BYTES = 4 << 30
 """Most bytes of the key-value cache. The cache grows up to this size when needed."""
+SETTLED = 8
+"""Turns of the event loop in which an episode whose turn has ended may ask for the next one."""
 Update = Literal["drain", "inflight", "stale"]
 
 
@@ -218,6 +220,17 @@ class EmbeddedEngine:
             self._loading -= 1
             self._wake()
         return fingerprint(named_tensors(self._module))
+
+    async def idle(self) -> None:
+        """Wait until no turn can be said: each episode has ended, or waits for something else."""
+        quiet = 0
+        while quiet < SETTLED:
+            if self._task is None or self._task.done() or self._paused:
+                quiet += 1
+                await asyncio.sleep(0)
+            else:
+                quiet = 0
+                await asyncio.wait([self._task])
 
     def pause(self) -> None:
         """Draw no more tokens until `resume`. Turns keep their tokens, and new requests are queued."""
