@@ -171,8 +171,9 @@ LEARNED: tuple[str, ...] = (
     " four and learn; `clip`, `gmpo` and `dppo` silence at most one in ten and fall when hot. The bounds of"
     " `luspo` are six times wider than those of `gspo`; hot, it silences as many.",
     "**A step size by the effective sample size adds to what weighs the answers.** From `seq_is` to `vcpo_step`"
-    " nothing else changes. `vcpo` ends highest at both rates, with about nine tenths of the learning rate on"
-    " average; neither of its two parts does clearly more than the other.",
+    " nothing else changes, and accuracy rises by .13 mild and .08 hot; the off-policy baseline of `vcpo` adds .02"
+    " and nothing. About nine tenths of the learning rate are used on average. With `vespo` these two end highest"
+    " at both rates.",
     "**Drift orders the arms when mild** (rank correlation of *moved* and *after* {mild:.2f}), **and less so when"
     " hot** ({hot:.2f}): there a mean of k3 is ruled by a few tokens that became far more likely.",
     "`ppo` and `v_trace` begin with values that know nothing and use them sixteen times a batch;"
