@@ -21,7 +21,7 @@ import platform
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -270,13 +270,13 @@ def with_new(folder: Path) -> dict[str, Any]:
     return {**data, "caught": {name: before[name] for name in FAULTS}}
 
 
-def ahead(folder: Path, staleness: int) -> dict[str, Any]:
-    """The faults of reinforcement, planted into runs whose groups are asked `staleness` steps ahead."""
+def ahead(folder: Path, staleness: int) -> Iterator[dict[str, Any]]:
+    """The faults of reinforcement, planted into runs whose groups are asked `staleness` steps ahead: after the
+    free-running ones, and after all."""
     begun, model = time.perf_counter(), start(folder / "start")
-    out: dict[str, Any] = {"staleness": staleness}
+    out: dict[str, Any] = {"staleness": staleness, "free-running": {}, "deterministic": {}}
     for mode in ("free-running", "deterministic"):
-        whole = mode == "deterministic"
-        caught = out[mode] = dict[str, Any]()
+        whole, caught = mode == "deterministic", out[mode]
         for name, fault in FAULTS.items():
             if not acts_ahead(fault, whole):
                 continue
@@ -284,7 +284,7 @@ def ahead(folder: Path, staleness: int) -> dict[str, Any]:
             caught[name] = None if found is None else asdict(found)
             told = "NOT CAUGHT" if found is None else f"{found.detector}, step {found.step}"
             print(f"{mode} {name}: {told}", flush=True)
-    return {**out, "date": time.strftime("%Y-%m-%d"), "seconds": time.perf_counter() - begun}
+        yield {**out, "date": time.strftime("%Y-%m-%d"), "seconds": time.perf_counter() - begun}
 
 
 def _later(stale: dict[str, Any], mode: str, name: str) -> str:
@@ -529,7 +529,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.staleness is not None:
         with tempfile.TemporaryDirectory() as folder:
-            AHEAD.write_text(json.dumps(ahead(Path(folder), asked.staleness), indent=1, allow_nan=False) + "\n")
+            for found in ahead(Path(folder), asked.staleness):
+                AHEAD.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     elif asked.new:
         with tempfile.TemporaryDirectory() as folder:
             RESULTS.write_text(json.dumps(with_new(Path(folder)), indent=1, allow_nan=False) + "\n")
