@@ -314,9 +314,8 @@ def ahead_words(caught: dict[str, Any], stale: dict[str, Any]) -> list[str]:
         + (f" Later than that: {', '.join(late)}." if late else " None is found later than that.")
         + (f" Caught without staleness alone: {', '.join(f'`{n}`' for n in sorted(missed))}." if missed else "")
         + " An empty cell: the fault is not of reinforcement, or cannot act there. `groups_interleaved` regroups what a"
-        " step plays together, and a queue plays each group alone; `fastest_first` needs groups"
-        " that have not ended when a step takes others, and with `deterministic=true` all have. Faults whose run has"
-        " `staleness` in any case are measured with it in the column before too.",
+        " step plays together, and a queue plays each group alone; a model with a recurrent state is never"
+        " deterministic. Faults whose run has `staleness` in any case are measured with it in the column before too.",
         "",
     ]
 
