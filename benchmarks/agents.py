@@ -139,6 +139,11 @@ def page(rows: list[Row]) -> str:
         "# Learning with tools and verifiers",
         "",
         (
+            "For people who train with tools. After this page you know what the shipped tasks reach with"
+            " each arm, and how surely."
+        ),
+        "",
+        (
             "Held-out accuracy at temperature 1 before and after reinforcement, from starts that imitate mostly wrong"
             " demonstrations; tiny models"
         ),

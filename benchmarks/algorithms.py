@@ -143,6 +143,12 @@ def page(rows: list[Row], steps: int) -> str:
         "# Algorithms side by side",
         "",
         (
+            "For people who doubt that an algorithm works here. After this page you know that each of"
+            " them learned on the same start and prompts, and how"
+        ),
+        "surely.",
+        "",
+        (
             f"Same start, same prompts, {steps} controller steps each, seeds"
             f" {', '.join(str(s) for s in sorted({r.seed for r in rows}))}; held-out accuracy"
         ),

@@ -94,6 +94,12 @@ def page() -> str:
             "# How soon draws from another distribution are found",
             "",
             (
+                "For people who use an engine whose draws cannot be replayed. After this page you know"
+                " after how many tokens a sampler that draws wrongly is"
+            ),
+            "found.",
+            "",
+            (
                 "An engine reports the log-probs of one distribution and draws from another: at `tau` times the"
                 " temperature, or always the most"
             ),

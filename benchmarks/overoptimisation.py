@@ -3,6 +3,7 @@
     python -m benchmarks.overoptimisation                  # seeds 0, 1, 2
     python -m benchmarks.overoptimisation --seeds 0 --dry  # one, and write nothing
     python -m benchmarks.overoptimisation --page           # the statements and the pictures again, from the record
+    python -m benchmarks.overoptimisation --regularised    # one weak model, plain and regularised (2406.10216); printed
 
 The world is `replies`: its judges' taste is planted, so the gold score of every answer is known. A policy imitates
 replies, reward models learn from pairs of them, and the policy is then chosen by best-of-n or trained by RL against
@@ -73,6 +74,8 @@ ARMS: Mapping[str, Arm] = {
     "strong, no KL": Arm(("strong",)),
 }
 FREE, HELD, TIGHT, MEAN, PESSIMIST, WORST, MANY = ARMS
+SHARES = (0.01, 0.3)
+"""Shares of the language head's loss in a regularised reward model; .01 is that of the authors' code."""
 
 
 def base(seed: int) -> Run:
@@ -84,9 +87,10 @@ def base(seed: int) -> Run:
     return replace(run, recipe="overoptimisation", seed=seed, env=env, stages=(replace(sft, eval=False),))
 
 
-def reward_model(start: Path, seed: int, steps: int) -> Run:
+def reward_model(start: Path, seed: int, steps: int, **more: Any) -> Run:
     """From the weights of the imitation; head and pairs are drawn by the seed."""
-    stage = RewardModel(name="reward_model", steps=steps, batch=BATCH, centre=0.01, optimizer=Optimizer(lr=2e-3))
+    settings: dict[str, Any] = {"centre": 0.01, "optimizer": Optimizer(lr=2e-3), **more}
+    stage = RewardModel(name="reward_model", steps=steps, batch=BATCH, **settings)
     return replace(base(seed), model=Model(path=str(start)), stages=(stage,))
 
 
@@ -171,6 +175,25 @@ def play(seed: int, folder: Path) -> dict[str, Any]:
     return {"seed": seed, "figures": figures, "curves": curves}
 
 
+def regularised(seed: int, folder: Path) -> Figures:
+    """Figures of RL without a KL against one weak model: plain, and with each of `SHARES`. All learn from the same
+    pairs and begin with the same head."""
+    posttrain.run(base(seed), out=folder / "sft", quiet=True)
+    figures: dict[str, dict[str, float]] = {}
+    for share in (0.0, *SHARES):
+        name = f"share {share:g}"
+        more = {"regularise": "sft", "alpha": share} if share else {}
+        made = reward_model(folder / "sft", 100 * (seed + 1), WEAK, **more)
+        [done] = posttrain.run(made, out=folder / f"rm {share:g}", quiet=True).stages
+        assert done.agreement is not None
+        run = rl(folder / "sft", seed, Arm(("one",)), {"one": folder / f"rm {share:g}"})
+        posttrain.run(run, out=folder / name, quiet=True)
+        rules = {f.rule for f in findings_of(reader.steps(folder / name))}
+        figures[name] = {"agreement": done.agreement[0], **told(curve(folder / name), rules)}
+        print(seed, name, {k: round(v, 3) for k, v in figures[name].items()}, flush=True)
+    return figures
+
+
 def told(x: np.ndarray, rules: set[str]) -> dict[str, float]:
     """The figures of one RL run: means over `WINDOW` steps."""
     smooth = np.array([x[i : i + WINDOW].mean(0) for i in range(len(x) - WINDOW + 1)])
@@ -253,7 +276,16 @@ def main() -> None:
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
     parser.add_argument("--page", action="store_true", help="from the record, without playing")
+    parser.add_argument("--regularised", action="store_true", help="regularised reward models; write nothing")
     args = parser.parse_args()
+    if args.regularised:
+        found: list[Figures] = []
+        for seed in map(int, args.seeds.split(",")):
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(regularised(seed, Path(folder)))
+        for arm, row in mean(found).items():
+            print(f"{arm:24s} " + "  ".join(f"{k} {v:.3f}" for k, v in row.items()))
+        return
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"played": []}
     played = {p["seed"]: p for p in stored["played"]}
     for seed in [] if args.page else map(int, args.seeds.split(",")):

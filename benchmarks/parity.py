@@ -4,9 +4,10 @@
     python benchmarks/parity.py [SEED]
 
 For each loss that TRL has, its trainer computes the loss of a prepared batch on a tiny random model; ours computes it
-packed, with shared prompts, and again in micro-batches. The loss may differ by 1e-6 of its size, and the gradient of
-all weights by 1e-5 of its norm. The rows are drawn from the printed seed (`POSTTRAIN_SEED`, or one of the clock). A
-difference is an exit status of 1; so is a TRL that cannot be imported: nothing is left out.
+packed, with shared prompts, and again in micro-batches. A reward model that we write is loaded by TRL's RewardTrainer
+and compared in the same way. The loss may differ by 1e-6 of its size, and the gradient of all weights by 1e-5 of its
+norm. The rows are drawn from the printed seed (`POSTTRAIN_SEED`, or one of the clock). A difference is an exit status
+of 1; so is a TRL that cannot be imported: nothing is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,18 @@ from parity_cases import CASES, Case
 
 from posttrain.algorithm.preference import PreferenceLoss
 from posttrain.algorithm.preference_whole import mismatched, prepared
+from posttrain.algorithm.ranking import RankingLoss
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.preference import SIDES
+from posttrain.core.reward_head import HeadShape
 from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
-from posttrain.core.streams import COLLISION, REFERENCE, SIDE, START, Stream
+from posttrain.core.streams import COLLISION, MARGIN, REFERENCE, SIDE, START, WEIGHT, Stream
 from posttrain.core.types import SHOWN, Segment
+from posttrain.engine.heads import RewardHead
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import load_policy
+from posttrain.engine.reward_folder import write_reward_model
 
 VALUE, GRADIENT = 1e-6, 1e-5
 """Largest differences: of the loss, relative to the largest of it, 1 and beta, which multiplies the rounding of
@@ -142,6 +147,55 @@ def ours(case: Case, texts: Texts, policy: HFLearner, reference: HFLearner, micr
     return Found(total, {n: p.grad.clone() for n, p in named.items() if p.grad is not None})
 
 
+def our_reward_model(made: HFLearner, texts: Texts, margins: Sequence[float], centre: float, micro: int) -> Found:
+    """The loss of pairs under posttrain, in micro-batches of at most `micro` tokens."""
+    said = texts.segments()
+    spoken = [s.spoken for s in said]
+    streams: dict[Stream, np.ndarray] = {
+        SIDE: np.repeat(np.array([x for s in texts.side for x in s], np.int32), spoken),
+        MARGIN: np.repeat(np.repeat(np.array(margins), 2), spoken),
+        WEIGHT: np.full(sum(spoken), 1 / ROWS),
+    }
+    batch = Batch.of(said, unit_E=np.repeat(np.arange(ROWS, dtype=np.int32), 2), streams=streams)
+    loss, total, named = RankingLoss(centre=centre), 0.0, made.parameters()
+    made.train_mode(True)
+    for episodes in batch.bins(micro):
+        part = batch.select(episodes)
+        terms = loss.terms(part, made.forward(part, entropy=False, value=False, rewards=True, logp=False))
+        terms.loss.backward()
+        total += float(terms.loss.detach())
+    held = {n.replace("reward_head.", ""): p.grad.clone() for n, p in named.items() if p.grad is not None}
+    for p in named.values():
+        p.grad = None
+    return Found(total, held)
+
+
+def reward_models_agree(at_policy: Path, folder: Path, there: parity_trl.Trainers, seed: int) -> bool:
+    """A reward model that we write is loaded by TRL's `RewardTrainer`, whose loss and gradient are ours: pairs of mixed
+    lengths in one padded batch, with margins and centring."""
+    rng = np.random.default_rng([seed, 10**6])
+    made = load_policy(Model(path=str(at_policy)), None, 0)
+    made = replace(made, reward_head=RewardHead(HeadShape(), SMALL.hidden, seed=seed % 1000))
+    write_reward_model(made, folder)
+    texts, margins, centre = Texts.drawn(CASES[0], rng), rng.random(ROWS).tolist(), 0.05
+    for each in texts.completions:
+        each[:] = [np.append(said, made.stop_ids[0]).astype(np.int32) for said in each]
+    pairs = [
+        (np.concatenate([p, each[side.index(1)]]), np.concatenate([p, each[side.index(0)]]))
+        for p, each, side in zip(texts.prompts, texts.completions, texts.side, strict=True)
+    ]
+    expected = Found(*there.rewarding(str(folder), pairs, margins, centre))
+    ours_too = (our_reward_model(HFLearner(made), texts, margins, centre, micro) for micro in (10**6, 40))
+    value, gradient = (max(x) for x in zip(*(apart(o, expected, 1.0) for o in ours_too), strict=True))
+    good = value <= VALUE and gradient <= GRADIENT
+    print(
+        f"{'' if good else 'WRONG '}{'reward model':<28} {'RewardTrainer':<34} loss {expected.loss:>12.6f}  differs by"
+        f" {value:.1e}, gradient by {gradient:.1e}",
+        flush=True,
+    )
+    return good
+
+
 def apart(one: Found, two: Found, beta: float) -> tuple[float, float]:
     """The differences of loss and gradient, as `VALUE` and `GRADIENT` bound them."""
     names = {n.removeprefix("model.") for n in one.gradient} ^ {n.removeprefix("model.") for n in two.gradient}
@@ -176,7 +230,8 @@ def main(words: Sequence[str]) -> int:
                 f" {value:.1e}, gradient by {gradient:.1e}",
                 flush=True,
             )
-    print(f"{wrong} of {len(CASES)} differ" if wrong else f"all {len(CASES)} agree")
+        wrong += not reward_models_agree(at_policy, Path(folder) / "reward", there, seed)
+    print(f"{wrong} of {len(CASES) + 1} differ" if wrong else f"all {len(CASES) + 1} agree")
     return 1 if wrong else 0
 
 

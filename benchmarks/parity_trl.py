@@ -124,6 +124,28 @@ class Trainers:
         named = trainer.model.named_parameters()
         return float(loss.detach()), {n: p.grad.clone() for n, p in named if p.grad is not None}
 
+    def rewarding(
+        self, folder: str, pairs: list[tuple[np.ndarray, np.ndarray]], margins: list[float], centre: float
+    ) -> tuple[float, dict[str, torch.Tensor]]:
+        """What `RewardTrainer` makes of a reward model that it loads from a directory: the loss of pairs of token ids,
+        the chosen one first, and the gradient of each weight."""
+        config = trl.RewardConfig(
+            output_dir=tempfile.mkdtemp(),
+            center_rewards_coefficient=centre,
+            model_init_kwargs={"dtype": "float32"},
+            **PLAIN,
+        )
+        data = {"chosen": ["丁"], "rejected": ["丂"]}
+        trainer: Any = trl.RewardTrainer(model=folder, args=config, train_dataset=Dataset.from_dict(data))
+        rows = [
+            {"chosen_ids": c.tolist(), "rejected_ids": r.tolist(), "margin": m}
+            for (c, r), m in zip(pairs, margins, strict=True)
+        ]
+        model = trainer.model.train()
+        loss = trainer.compute_loss(model, trainer.data_collator(rows))
+        loss.backward()
+        return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
     def _dpo_loss(self, trainer: Any, texts: Any) -> Any:
         at = {s: k for k, s in enumerate(texts.side[0])}
         parts = [(p, each[at[s]]) for s in (1, 0) for p, each in zip(texts.prompts, texts.completions, strict=True)]

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from preference_predictions import BATCH, FAILS, LR, STEPS
+from preference_predictions import BATCH, FAILS, FOUND, LR, STEPS
 
 import posttrain
 from posttrain.algorithm.preference_whole import scores_of
@@ -72,8 +72,6 @@ MODEL = Model(arch="qwen3", hidden=64, layers=2, heads=4, kv_heads=4, ffn=192, c
 START = Supervised(
     name="sft", style="reply", wrong=1.0, steps=800, batch=64, optimizer=Optimizer(lr=2e-3), eval=False, eval_every=0
 )
-OFFERED = [name for name, a in PREFERENCES.items() if a.draw is None or not a.draw.opponent()]
-"""The lines that a stage of this package runs."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +165,7 @@ class Measure:
         await parts.publish()
         sampling = Sampling(max_tokens=MAX_TOKENS).resolve(parts.stop_ids, parts.spell)
         found = await evaluate(parts.rollout, parts.environment.heldout, sampling, run.evaluation)
+        parts.sampler.gauges()  # so that a step's counters are its own
         return np.array([[self._utility(g.task, e.text) for e in g.episodes] for g in found.groups])
 
 
@@ -240,6 +239,11 @@ def page(rows: Sequence[LineRow]) -> str:
     lines = [
         "# Preference lines side by side",
         "",
+        (
+            "For people who compare preference algorithms. After this page you know what each reached"
+            " from the same start and judgements."
+        ),
+        "",
         f"Same start, same judgements, {STEPS} steps of {BATCH} each at one learning rate, seeds"
         f" {', '.join(str(s) for s in sorted({r.seed for r in rows}))}; world `replies`,",
         f"{HELD} held-out tasks. Means over tasks, with their 95 % interval's lower end; **no**: that is not above .5.",
@@ -266,10 +270,13 @@ def page(rows: Sequence[LineRow]) -> str:
     lines += [
         f"- `{name}` at noise {', '.join(f'{n:g}' for n in told.noise)}: {told.why}." for name, told in FAILS.items()
     ]
-    left = [n for n in PREFERENCES if n not in OFFERED]
-    lines += ["", f"Not run: {', '.join(f'`{n}`' for n in left)}, which play against an opponent."] if left else []
+    lines += ["", "Looked into afterwards:", ""]
+    lines += [f"- `{name.replace(', ', '`, `')}`: {said}." for name, said in FOUND.items()]
+    lines += [
+        "- Equal to the last digit: `slic` and `rso`, which differ in how pairs are drawn, and here they are given."
+    ]
     made = {(r.line, r.seed, r.noise) for r in rows}
-    if missing := [x for x in every(OFFERED, SEEDS, NOISES) if x not in made]:
+    if missing := [x for x in every(PREFERENCES, SEEDS, NOISES) if x not in made]:
         of = f"{len(missing)} of {len(missing) + len(made)} runs"
         lines += ["", f"**Incomplete:** {of} are missing; `python benchmarks/preference_lines.py` makes them."]
     return "\n".join(lines) + "\n"
@@ -315,7 +322,7 @@ def write(rows: Sequence[LineRow]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(OFFERED), help="comma-separated lines")
+    parser.add_argument("--only", default=",".join(PREFERENCES), help="comma-separated lines")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument(
         "--noise", default=",".join(map(str, NOISES)), help="comma-separated shares of flipped judgements"

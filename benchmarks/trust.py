@@ -411,6 +411,12 @@ def page(data: dict[str, Any]) -> str:
         "# Trust: what every run checks, and how we know that it does",
         "",
         (
+            "For people who ask whether they may believe a result. After this page you know what every"
+            " run checks, which planted bugs each check caught,"
+        ),
+        "and what is not caught.",
+        "",
+        (
             f"{len(caught)} real bugs, collected from the issue trackers of other frameworks, can be planted into the"
             f" real code path, each as one replaced function. {len(found)} of them ({len(found) / len(caught):.0%}) are"
             f" caught within {STEPS} steps of a tiny run, {before} before its first step; the median step is"

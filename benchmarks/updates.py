@@ -17,6 +17,7 @@ import json
 import math
 import platform
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -39,6 +40,7 @@ from benchmarks.updates_regions import (
     SEEDS,
     SIBLINGS,
     STEPS,
+    drift_correlation,
 )
 from posttrain.core import reader
 from posttrain.core.gauge import Step
@@ -210,6 +212,9 @@ def page(rows: Sequence[ArmRow]) -> str:
     lines = [
         "# Several updates on one batch",
         "",
+        "For people who take several optimizer steps on one batch. After this page you know where trust regions part,",
+        "and which of them keep what was learned.",
+        "",
         "With one optimizer step a batch every trust region is silent (law 3), and algorithms that differ in nothing",
         "else coincide ([side by side](algorithm-table.md)). Here they part: each batch is used for"
         f" {MINIBATCHES * EPOCHS} optimizer steps",
@@ -238,7 +243,7 @@ def page(rows: Sequence[ArmRow]) -> str:
     ]
     for i, p in enumerate(PREDICTIONS, 1):
         lines.append(f"{i}. {p.text} **{judged(p.holds, found)}**")
-    lines += ["", "## What parts them", "", *LEARNED, "", "## Not arms of their own", ""]
+    lines += ["", "## What parts them", "", *learned(found), "", "## Not arms of their own", ""]
     lines += [f"- `{n}`: {why}." for n, why in ASIDE.items()]
     if missing:
         whole = len(rows) + missing
@@ -247,6 +252,14 @@ def page(rows: Sequence[ArmRow]) -> str:
             f"**Incomplete:** {missing} of {whole} runs are missing; `python -m benchmarks.updates` makes them.",
         ]
     return "\n".join(lines) + "\n"
+
+
+def learned(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
+    """What the runs showed, as a list."""
+    if not {(a, r) for a in ARMS for r in RATES} <= found.keys():
+        return ["Not every arm is measured yet."]
+    both = {rate: drift_correlation(found, rate) for rate in RATES}
+    return [textwrap.fill(f"- {text.format(**both)}", 118, subsequent_indent="  ") for text in LEARNED]
 
 
 def judged(holds: object, found: Mapping[tuple[str, str], Mapping[str, float]]) -> str:

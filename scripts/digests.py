@@ -89,27 +89,32 @@ def _imitated(stage: str, steps: int) -> tuple[str, ...]:
     return (f"{stage}.steps={steps}", f"{stage}.batch=16", f"{stage}.checkpoint_every=2")
 
 
+def _first_steps(stage: Any) -> tuple[str, ...]:
+    """Settings that cut a stage of a recipe to its first steps, by its kind."""
+    from posttrain.core.rejection import Rejection
+    from posttrain.core.run import Reinforce
+
+    if isinstance(stage, Reinforce):
+        return tuple(w.replace("rl.", f"{stage.name}.", 1) for w in RL)
+    if isinstance(stage, Rejection):
+        return REJECTION
+    return _imitated(stage.name, 3)
+
+
 def recipes() -> Iterator[Play]:
     """The first steps of each stage of every shipped recipe, seeds 0 and 1."""
     from posttrain.recipe.recipes import RECIPES
 
-    ladder = (
-        *_imitated("pretrain", 3),
-        *_imitated("sft", 3),
-        *_imitated("cot", 3),
-        *_imitated("dpo", 3),
-        *_imitated("sft_continued", 2),
-        *RL,
-    )
-    stages = {"ladder": ladder, "sft": _imitated("sft", 3), "grpo": RL, "reject": (*_imitated("sft", 3), *REJECTION)}
-    rewards = {"verifiable": ("env.rewards=last_integer,{rewards}:spread",)}
-    for recipe in RECIPES:
+    rewards = {
+        "verifiable": ("env.rewards=last_integer,{rewards}:spread",),
+        "rlhf": (),  # its reward model, which it trains
+        "reward_model": (),  # nothing is sampled
+    }
+    for name, recipe in RECIPES.items():
+        cut = [w for stage in recipe.build().stages for w in _first_steps(stage)]
         for seed in (0, 1):
-            words = (
-                *stages.get(recipe, (*_imitated("sft", 3), *RL)),
-                *rewards.get(recipe, ("env.rewards={rewards}:spread",)),
-            )
-            yield Play(f"recipe/{recipe}/{seed}", recipe, (f"seed={seed}", *MEASURED, *KEPT, *words))
+            words = (*cut, *rewards.get(name, ("env.rewards={rewards}:spread",)))
+            yield Play(f"recipe/{name}/{seed}", name, (f"seed={seed}", *MEASURED, *KEPT, *words))
 
 
 SEVERAL_TURNS = ("mt_grpo", "gigpo")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.api.overrides import apply
+from posttrain.recipe.recipes import RECIPES
 from scripts import digests
 from scripts.digests import Difference, Play, compare, play, told
 
@@ -85,6 +87,12 @@ def test_a_run_leaves_the_same_digests_twice_and_others_with_another_seed(tmp_pa
     assert "stopped" not in first and compare({"one": first}, {"one": second}) == []
     other = compare({"one": first}, {"one": play(replace(one, words=(*one.words, "seed=5")), tmp_path)})
     assert {d.part.split("/")[0] for d in other} >= {"kept", "record", "episodes"}
+
+
+def test_the_first_steps_of_each_recipe_are_settings_that_it_has() -> None:
+    for one in digests.recipes():
+        words = [w for w in one.words if "{" not in w]
+        assert {s.steps for s in apply(RECIPES[one.recipe].build(), words).stages} == {3}, one.name
 
 
 def test_a_run_that_is_refused_says_so(tmp_path: Path) -> None:

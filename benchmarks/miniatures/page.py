@@ -9,6 +9,10 @@ from benchmarks.miniatures.miniature import Figures, Miniature, Statement
 
 HEAD = """# Published effects in miniature
 
+For people who want to see a published effect with their own eyes. After this page you can replay each in \
+seconds, and know which way it
+points.
+
 Each effect below was published for large models and is replayed here in seconds on one core: a tabular softmax or a \
 small
 network over short answers, driven through the library's own `credit_step`, `weigh`, `choose` and `objective`, so the \

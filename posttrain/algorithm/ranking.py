@@ -7,6 +7,8 @@ scores R_c and R_r, and of a ranking with scores R_1 (best) to R_K:
     ranking   -sum_k [ R_k - log sum_{j >= k} exp R_j ]                             (Plackett-Luce)
     pairs     mean over the K (K - 1) / 2 pairs of -log sigmoid(R_i - R_j), i < j   (2203.02155)
     centring  centre * (2 / K * sum_k R_k)^2, for a pair centre * (R_c + R_r)^2     (2312.09244)
+    regulariser  (1 - alpha) of the above + alpha * -log sigmoid(beta * x)          (2406.10216)
+                 x = log pi(c), log pi(c) - log pi(r), or that less the same of a reference, sums over the completion
     label     -log sigmoid(R) if good, -log sigmoid(-R) if bad
     rating    mean over the rated attributes of (output - rating)^2, or the cross entropy of the rating's class
 
@@ -30,13 +32,14 @@ from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.reward_head import HeadShape
+from posttrain.core.reward_model import Regulariser
 from posttrain.core.scores import Rewards, TokenScores
-from posttrain.core.streams import MARGIN, RATING, SIDE, WEIGHT, Stream
+from posttrain.core.streams import MARGIN, RATING, REFERENCE, SIDE, WEIGHT, Stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankingLoss:
-    """The loss of a reward model. It reads the reward head, and no log-probs.
+    """The loss of a reward model. It reads the reward head, and log-probs only where it is regularised by them.
 
     The streams that it reads are the same for all tokens of a completion. Scores are in order of the segments.
     """
@@ -50,9 +53,14 @@ class RankingLoss:
     """Coefficient that keeps the scores of a unit around 0; only their differences are judged."""
     pairs: bool = False
     """Take a ranking as all of its pairs, in place of Plackett-Luce."""
+    regularise: Regulariser = "none"
+    """What the language head learns from the pairs meanwhile; dpo compares with `REFERENCE`."""
+    alpha: float = 0.01
+    """The language head's share of the loss."""
+    beta: float = 0.1
 
     def reads(self, micro: Batch) -> Reads:
-        return Reads(rewards=True, logp=False)
+        return Reads(rewards=True, logp=self.regularise != "none")
 
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:
         given = scores.rewards
@@ -66,7 +74,8 @@ class RankingLoss:
         read = _Read(micro, given)
         match self.judged:
             case "pair" | "ranking":
-                return self._ordered(read)
+                terms = self._ordered(read)
+                return terms if self.regularise == "none" else self._regularised(read, terms, scores.logp)
             case "label":
                 return self._labelled(read, given)
             case "rating":
@@ -76,7 +85,7 @@ class RankingLoss:
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
         loss = Gauge(math.fsum(float(p.loss.detach()) for p in parts), 1)
-        return {"ranking/loss": loss} | merge(*(p.gauges for p in parts))
+        return {"ranking/loss": loss, "ranking/tokens": Gauge(batch.spoken, 1)} | merge(*(p.gauges for p in parts))
 
     def _ordered(self, read: _Read) -> Terms:
         """Of pairs and rankings: the members of a unit, best first."""
@@ -111,6 +120,19 @@ class RankingLoss:
                 **read.gauges(),
             },
         )
+
+    def _regularised(self, read: _Read, terms: Terms, logp_M: Tensor) -> Terms:
+        """Of pairs: the loss with what the language head says of their completions."""
+        if self.regularise == "dpo":
+            logp_M = logp_M - read.each(REFERENCE)
+        logp_S = logp_M.new_zeros(len(read.score_S)).index_add(0, read.segment_M, logp_M)
+        (members_U2,) = read.units()
+        chosen_U, rejected_U = logp_S[members_U2].unbind(-1)
+        each_U = -logsigmoid(self.beta * (chosen_U if self.regularise == "sft" else chosen_U - rejected_U))
+        own = (read.weight_S[members_U2[:, 0]] * each_U).sum()
+        said = each_U.detach().double()
+        gauges = terms.gauges | {"ranking/regulariser": Gauge(float(said.sum()), len(said))}
+        return Terms((1 - self.alpha) * terms.loss + self.alpha * own, gauges)
 
     def _labelled(self, read: _Read, given: Rewards) -> Terms:
         """Good and bad completions. A head that reads every token learns the label at each of them (2110.14168)."""
@@ -161,6 +183,10 @@ class _Read:
         x_S = self.batch[stream][self._first_S]
         dtype = self.score_S.dtype if x_S.dtype.kind == "f" else torch.int64
         return torch.as_tensor(x_S, dtype=dtype, device=self.score_S.device)
+
+    def each(self, stream: Stream) -> Tensor:
+        """The stream at every spoken token."""
+        return torch.as_tensor(self.batch[stream], dtype=self.score_S.dtype, device=self.score_S.device)
 
     def units(self) -> list[Tensor]:
         """int64 [U, K] for each size K of the units: their members, the best first, as SIDE says, whatever their

@@ -150,11 +150,17 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
     render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     imitates = any(s.demonstrated for s in stages)
     for row in rows:
+        task = row.task
         with placed(row.place):
+            if task.tools and not render.offers(task.prompt, task.tools):
+                raise DataError(
+                    "the row offers tools, and this model's chat template writes none: take a model whose template"
+                    " knows tools, or set env.args.tools_column= and write them into the prompt"
+                )
             if row.completion is None or not imitates:
-                render.prompt(row.task.prompt, row.task.id, tools(row.task))
+                render.prompt(task.prompt, task.id, tools(task))
             elif (
-                length := sum(len(ids) for ids in render.pair(row.task.prompt, row.completion, row.task.id))
+                length := sum(map(len, render.pair(task.prompt, row.completion, task.id, task.tools)))
             ) > policy.context:
                 raise DataError(
                     f"the prompt and its completion have {length} tokens, and the context is {policy.context}: shorten"

@@ -1,20 +1,23 @@
 """Documentation pages generated from the data they describe. `python -m posttrain.api.pages` rewrites them.
 
-`algorithms.md` and `metrics.md` are generated completely; of `recipes.md` and `diagnosis.md` only the lists between two
-marks.
+`algorithms.md`, `preferences.md` and `metrics.md` are generated completely; of `recipes.md`, `diagnosis.md` and
+`papers.md` only the lists between two marks.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from posttrain.api.preference_page import preferences
 from posttrain.core.algorithm import CHOICES, Algorithm, differences
 from posttrain.core.cost import anchor, cost, reads
+from posttrain.core.errors import InvariantError
 from posttrain.core.formula import compact, credit_words, formulas, source, year
 from posttrain.core.formula.picture import picture
 from posttrain.core.ladder import LADDER
+from posttrain.core.preference_ladder import PREFERENCES
 from posttrain.core.visible import tell
 from posttrain.diagnose.gauges import REGISTRY
 from posttrain.diagnose.rules import ROUND_RULES, RULES
@@ -27,6 +30,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 INTRODUCTION = """
 # Algorithms
+
+For people who choose, compare or read an algorithm that learns from rewards. After this page you know its \
+formula as it is computed, what
+it changes on its parent, what it reads and what it costs.
 
 Every algorithm is REINFORCE plus a list of patches (`posttrain/core/ladder.py`). The loss of each is
 
@@ -162,6 +169,11 @@ def metrics() -> str:
         "# Metrics",
         "",
         (
+            "For people who look at a number of a run. After this page you know its formula, its unit"
+            " and where it is healthy."
+        ),
+        "",
+        (
             "Every gauge is a (sum, count), so parts merge by adding; `posttrain/diagnose/gauges.py` is the one"
             " definition."
         ),
@@ -197,10 +209,51 @@ def diagnosis() -> str:
     return before + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + rest.partition(END)[2]
 
 
+def papers() -> str:
+    """The page on disk with its list of papers and the algorithms that implement them generated anew."""
+    text = (DOCS / "papers.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    lines = ["| paper | algorithm | learns from | entry |", "|---|---|---|---|"]
+    ladders = (("algorithms.md", "rewards", LADDER), ("preferences.md", "judgements", PREFERENCES))
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for page, kind, ladder in ladders:
+        for a in ladder.values():
+            found.setdefault(a.paper, []).append((f"[`{a.name}`]({page}#{a.name})", kind, _entry(text, a.name)))
+    for paper, rows in sorted(found.items()):
+        link = f"[{paper}](https://arxiv.org/abs/{paper})" if ARXIV.fullmatch(paper) else paper
+        names, kinds, entries = (list(dict.fromkeys(column)) for column in zip(*rows, strict=True))
+        lines.append(f"| {link} | {', '.join(names)} | {', '.join(kinds)} | {', '.join(entries)} |")
+    return before + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + rest.partition(END)[2]
+
+
+ARXIV = re.compile(r"\d{4}\.\d{5}")
+_SECTION = re.compile(r"^### ([A-E]\d\d)\. (.*)\n((?:(?!^#).*\n)*)", re.M)
+
+
+def _entry(text: str, name: str) -> str:
+    """A link to the entry of papers.md that says where the algorithm `name` came from.
+
+    Raises:
+        InvariantError: no entry says so.
+    """
+    for mark, title, body in _SECTION.findall(text):
+        if f"`{name}`" in body.partition("\nHere: ")[2]:
+            return f"[{mark}](#{slug(f'{mark}. {title}')})"
+    raise InvariantError(
+        f"docs/papers.md: no entry names `{name}` in its line `Here:`; add it to the entry of its paper, or a new one"
+    )
+
+
+def slug(title: str) -> str:
+    """The anchor that a heading of a Markdown page has: lower case, words joined by `-`, other signs left out."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "algorithms.md": algorithms,
     "diagnosis.md": diagnosis,
     "metrics.md": metrics,
+    "papers.md": papers,
     "preferences.md": lambda: HEAD + preferences(),
     "recipes.md": recipes,
 }

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -71,7 +72,7 @@ def plot(
             f" {nearest(gauge, known)}"
         )
     with _matplotlib():
-        figure = _figure(drawn, runs)
+        figure = shown_by_notebooks(_figure(drawn, runs))
         if out is not None:
             path = Path(out)
             files.write_file(path, _written(figure, path.suffix[1:]), durable=False)
@@ -223,6 +224,17 @@ def _matplotlib() -> Iterator[None]:
             yield
         except (ValueError, ArithmeticError) as error:  # such as a range of 1e308
             raise ConfigError(f"the values of this record cannot be drawn: {error}") from error
+
+
+def shown_by_notebooks(figure: Figure) -> Figure:
+    """The figure with what a notebook asks for to show it. A notebook knows figures of pyplot alone by itself."""
+    vars(figure)["_repr_png_"] = partial(_png, figure)
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    with _matplotlib():
+        return _written(figure, "png")
 
 
 def _written(figure: Figure, kind: str) -> bytes:

@@ -12,6 +12,10 @@ from posttrain.core.preference_ladder import PREFERENCES
 INTRODUCTION = f"""
 # Preference algorithms
 
+For people who choose, compare or read an algorithm that learns from judgements. After this page you know its \
+formula as it is computed, and
+its name in other libraries.
+
 What learns from judgements is a ladder of its own: every algorithm is DPO plus a list of patches
 (`posttrain/core/preference_ladder.py`), and its loss is
 

@@ -74,7 +74,7 @@ def lint_notes(parts: RunParts, env: Environment) -> list[str]:
         return []
 
     def length(task: Task, completion: str) -> int:
-        return sum(len(ids) for ids in parts.renderer.pair(task.prompt, completion, task.id))
+        return sum(len(ids) for ids in parts.renderer.pair(task.prompt, completion, task.id, task.tools))
 
     found = env.abilities.lint(length, parts.sampler.context)
     return [
@@ -204,6 +204,8 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
         raise
     except Exception:
         pass  # an error of the environment is not the template's; in an episode it becomes a failed verdict
+    if task.tools:  # they are offered, and one message ends the episode
+        return talk.shown > 1
     if talk.tools and (why := render.rewrites([Message(role="tool", content="")], talk.tools)):
         raise DataError(f"task {task.id!r}: {why}")
     if talk.tools and not isinstance(task.prompt, str):

@@ -1,5 +1,5 @@
 """`posttrain eval` of a reward model: how its scores order judged completions, whether their differences are
-probabilities, and what of them is length."""
+probabilities, and what of them is length or flattery."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ class RewardReport:
     longer: Score
     """The same of the length in tokens alone."""
     calibration: Calibration
-    length: Debiased
-    """What of the scores a linear function of the length explains."""
-    without_length: Score
+    flattering: Score
+    """The same of the number of phrases that agree with, praise or apologise to the user."""
+    surface: Debiased
+    """What of the scores a linear function of length and flattery explains."""
+    without_surface: Score
     """`agreement` of the scores without it."""
 
     def lines(self) -> list[str]:
@@ -53,8 +55,9 @@ class RewardReport:
         return [
             f"{self.name}: orders {self.agreement} of {self.agreement.prompts} pairs as they were judged ({self.kind})",
             f"length alone, the longer the better: {self.longer}",
-            f"scores without what length explains: {self.without_length}",
-            *self.length.lines(),
+            f"flattery alone, the more the better: {self.flattering}",
+            f"scores without what length and flattery explain: {self.without_surface}",
+            *self.surface.lines(),
             *self.calibration.lines(),
         ]
 
@@ -102,15 +105,16 @@ def evaluate_reward_model(
     better, worse = found.pairs()
     if not len(better):
         raise ConfigError(f"{target}: no two of {len(found.score)} judged completions were judged differently")
-    length = debias(found.score, {"length": found.tokens})
+    surface = debias(found.score, {"length": found.tokens, "flattery": found.flattery})
     return RewardReport(
         name=Path(target).name,
         kind=kind,
         agreement=agrees(found.score[better], found.score[worse]),
         longer=agrees(found.tokens[better], found.tokens[worse]),
         calibration=calibration(found.score[better], found.score[worse]),
-        length=length,
-        without_length=agrees(length.scores[better], length.scores[worse]),
+        flattering=agrees(found.flattery[better], found.flattery[worse]),
+        surface=surface,
+        without_surface=agrees(surface.scores[better], surface.scores[worse]),
     )
 
 

@@ -17,7 +17,7 @@ from posttrain.core.shell import wrapped
 from posttrain.diagnose.outcome import LOSSES
 from posttrain.diagnose.said import RULE, SaidOnce
 
-TOKENS = ("engine/tokens", "sft/tokens", "preference/tokens")
+TOKENS = ("engine/tokens", "sft/tokens", "preference/tokens", "ranking/tokens")
 """Gauges that count the tokens of a step."""
 PLAIN_EVERY = 5.0
 """Seconds between two plain lines of the same stage."""
@@ -126,7 +126,7 @@ class Terminal:
         if self._measured:
             out.append(self._measured + (f" (step {self._measured_at})" if self._measured_at != step.index else ""))
         spent = time.monotonic() - self._begun
-        if step.index > self._first and spent > 0:
+        if step.index > self._first and spent > 0 and self._tokens:
             out.append(f"{self._tokens / spent:,.0f} tokens/s")
         return "  ".join(out)
 

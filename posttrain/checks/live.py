@@ -10,7 +10,7 @@ from posttrain.core.types import Episode
 from posttrain.diagnose.rules import findings
 from posttrain.diagnose.said import RULE
 from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
-from posttrain.role.roles import ReinforceRoles
+from posttrain.role.roles import JudgedRoles
 
 
 class LiveRules(Observer):
@@ -23,12 +23,12 @@ class LiveRules(Observer):
         self._history = history
         self._special = np.zeros(0, np.int64)
 
-    async def begin(self, roles: ReinforceRoles) -> None:
+    async def begin(self, roles: JudgedRoles) -> None:
         tokenizer = getattr(roles.rollout.renderer, "tokenizer", None)
         special = {*getattr(tokenizer, "all_special_ids", ()), *_marked(tokenizer)} - {*(roles.sampling.stop_ids or ())}
         self._special = np.array(sorted(special), np.int64)
 
-    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+    def on_event(self, roles: JudgedRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PlayedEvent) or not len(self._special):
             return None
         episodes = [e for g in event.experience.played for e in g.episodes if e.own]
@@ -37,7 +37,7 @@ class LiveRules(Observer):
     def _says_special(self, episode: Episode) -> bool:
         return any(bool(np.isin(s.ids[s.mask], self._special).any()) for s in episode.segments)
 
-    def on_line(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
+    def on_line(self, roles: JudgedRoles, step: Step) -> ObserverReport | None:
         self._history.add(step)
         self._history.trim()
         return ObserverReport(

@@ -126,9 +126,9 @@ def tokens_are_as_judged(
     for unit in units:
         judgement = judged[unit]
         task = judgement.task
-        asked = np.asarray(roles.dialogue(task.id).see(task.prompt))
+        asked = np.asarray(roles.dialogue(task.id).see(task.prompt, task.tools))
         for e, (words, side) in zip(np.flatnonzero(unit_E == unit).tolist(), told(judgement), strict=True):
-            _, want = roles.renderer.pair(task.prompt, words, task.id)
+            _, want = roles.renderer.pair(task.prompt, words, task.id, task.tools)
             ids, held = batch.ids_of(e), prompts[e]
             if held.tolist() != asked.tolist():
                 raise InvariantError(

@@ -14,6 +14,8 @@ import torch
 
 from posttrain.checks.data import demonstration_ends_once
 from posttrain.checks.preference_data import judged_again, rows_of, sides_are_as_judged, tokens_are_as_judged, told
+from posttrain.checks.preference_reference import reference_says, starts_at_reference
+from posttrain.checks.sampler import reference_unmoved
 from posttrain.checks.schedule import due
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
@@ -21,9 +23,11 @@ from posttrain.core.gauge import Step
 from posttrain.core.judgements import Judgement, Label, Pair
 from posttrain.core.ports import Learner
 from posttrain.core.reward_model import RewardModel
+from posttrain.core.streams import REFERENCE
 from posttrain.role.events import Event, Observer, ObserverReport, PackedEvent
 from posttrain.role.probe import packed_text
 from posttrain.role.roles import RewardRoles
+from posttrain.role.rounding import unmeasured
 
 HEAD = "reward_head."
 APART = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
@@ -108,9 +112,16 @@ def reads_the_end(learner: Learner, batch: Batch) -> None:
         raise InvariantError("the score of a completion depends on the sequence beside it in the minibatch")
 
 
-def expected_loss(judged: Sequence[Judgement], stage: RewardModel, score_S: np.ndarray) -> float | None:
+def expected_loss(
+    judged: Sequence[Judgement], stage: RewardModel, score_S: np.ndarray, logp_S: np.ndarray | None = None
+) -> float | None:
     """The loss of a minibatch from its definition, in float64: scores [S] in the order in which `told` has the
-    completions of each judgement. None for ratings, and for a head that reads every token."""
+    completions of each judgement. None for ratings, and for a head that reads every token.
+
+    Args:
+        logp_S: of each completion what the language head is trained on where the stage regularises: its log-prob, or
+            with dpo its log-ratio to the reference.
+    """
     if stage.judgement == "rating" or stage.pool == "token":
         return None
     weights = [j.weight if isinstance(j, Pair) else 1.0 for j in judged]
@@ -118,6 +129,7 @@ def expected_loss(judged: Sequence[Judgement], stage: RewardModel, score_S: np.n
     for j, weight in zip(judged, weights, strict=True):
         own = told(j)
         r = [float(x) for x in score_S[at : at + len(own)]]
+        said = None if logp_S is None else [float(x) for x in logp_S[at : at + len(own)]]
         at += len(own)
         if isinstance(j, Label):
             each = _below(r[0] if j.good else -r[0])
@@ -128,7 +140,13 @@ def expected_loss(judged: Sequence[Judgement], stage: RewardModel, score_S: np.n
             each = sum(map(_below, gaps)) / len(gaps)
         else:
             each = sum(math.log(math.fsum(math.exp(x - r[k]) for x in r[k:])) for k in range(len(r) - 1))
-        total += weight * (each + stage.centre * (2 / len(r) * sum(r)) ** 2 if len(r) > 1 else weight * each)
+        if len(r) > 1:
+            each += stage.centre * (2 / len(r) * sum(r)) ** 2
+        if stage.regularise != "none":
+            assert said is not None
+            x = said[0] if stage.regularise == "sft" else said[0] - said[1]
+            each = (1 - stage.alpha) * each + stage.alpha * _below(stage.beta * x)
+        total += weight * each
     return total / sum(weights)
 
 
@@ -147,7 +165,7 @@ def loss_is(said: float, expected: float, dtype: str) -> None:
         raise InvariantError(
             f"the loss of this minibatch is {said:.6g}, and that of its judgements with the same scores is"
             f" {expected:.6g} by its definition. Look at the sign of the margin, which of two is the chosen one, the"
-            " weights of the judgements, and what is added (centre)"
+            " weights of the judgements, and what is added (centre, regularise)"
         )
 
 
@@ -174,12 +192,27 @@ class RankingCheck(Observer):
             units = range(len(judged)) if due(event.index) else [event.index % len(judged)]
             tokens_are_as_judged(roles, event.batch, judged, units)
             if due(event.index):
-                self._expected = expected_loss(judged, roles.stage, roles.learner.rewards(event.batch))
+                logp_S = None if roles.stage.regularise == "none" else self._language(roles, event.batch)
+                self._expected = expected_loss(judged, roles.stage, roles.learner.rewards(event.batch), logp_S)
         if self._first:
             self._first = False
             if roles.stage.pool == "last":
                 reads_the_end(roles.learner, event.batch)
         return None
+
+    def _language(self, roles: RewardRoles, batch: Batch) -> np.ndarray:
+        """float64 [S]: log-probs of the completions, or with a reference log-ratios to it. The reference is the model
+        that the stage began with: it did not move, and before the first step every log-ratio is 0."""
+        logp_M, reference, dtype = roles.learner.score(batch), roles.reference, roles.run.model.dtype
+        ratio_M = logp_M.astype(np.float64)
+        if reference is not None:
+            reference_unmoved(reference)
+            now_M, heat = reference.score(batch), batch.sampling.temperature
+            reference_says(batch[REFERENCE], now_M, unmeasured(dtype, heat), "the reference log-probs in the minibatch")
+            if self._first:
+                starts_at_reference(logp_M, now_M, dtype, lambda: roles.learner.exact(batch), heat)
+            ratio_M -= now_M
+        return np.bincount(batch.segment_M, ratio_M, len(batch.lengths_S))
 
     async def after(self, roles: RewardRoles, step: Step) -> ObserverReport | None:
         if self._expected is not None and "ranking/loss" in step.gauges and not step.notes:

@@ -297,10 +297,7 @@ class RoundVerifierCheck(VerifierCheck):
         if isinstance(event, PlayedEvent) and is_hinted(event.experience.played):
             failures_stay_out(event.experience.played)
             return None
-        report = super().on_event(roles, event)
-        if isinstance(event, PlayedEvent):
-            return ObserverReport(notes=self._unjudged(event.experience))
-        return report
+        return super().on_event(roles, event)
 
     async def after(self, roles: Any, step: Step) -> ObserverReport | None:
         report = await super().after(roles, step)

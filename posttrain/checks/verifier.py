@@ -14,8 +14,8 @@ from posttrain.core.shell import command_line
 from posttrain.core.types import Group
 from posttrain.core.verdict import State, failed
 from posttrain.diagnose.played import components, unjudged_words
-from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent, PushedEvent
-from posttrain.role.roles import ReinforceRoles
+from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
+from posttrain.role.roles import JudgedRoles
 
 
 def failures_stay_out(groups: Sequence[Group]) -> None:
@@ -39,22 +39,20 @@ class VerifierCheck(Observer):
         self._rejudged = RejudgedAnswers()
         self._experience: Experience | None = None
 
-    async def begin(self, roles: ReinforceRoles) -> None:
+    async def begin(self, roles: JudgedRoles) -> None:
         await self._rejudged.begin(roles.rollout.environment, self._history.taken)
 
-    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+    def on_event(self, roles: JudgedRoles, event: Event) -> ObserverReport | None:
         match event:
             case PlayedEvent(e):
                 failures_stay_out(e.played)
                 self._enough_judged(roles, e)
                 self._experience = e
-            case PushedEvent(e, _):
                 return ObserverReport(notes=self._unjudged(e))
             case _:
-                pass
-        return None
+                return None
 
-    async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
+    async def after(self, roles: JudgedRoles, step: Step) -> ObserverReport | None:
         """Judge some answers again, and count the sources that gave only 0."""
         if (e := self._experience) is None:
             return None
@@ -64,7 +62,7 @@ class VerifierCheck(Observer):
             )
         return ObserverReport({**self._rejudged.mute(e.played), "rollout/walked": Gauge(e.walked, 1)}, warned)
 
-    def _enough_judged(self, roles: ReinforceRoles, e: Experience) -> None:
+    def _enough_judged(self, roles: JudgedRoles, e: Experience) -> None:
         episodes = [x for g in e.played for x in g.episodes]
         unjudged = sum(x.reward is None for x in episodes)
         if unjudged > roles.stage.max_failed * len(episodes):

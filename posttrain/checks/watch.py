@@ -97,8 +97,9 @@ def preference(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]
 
 def online(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a stage that learns from preferences between its own samples."""
+    history = StageHistory(steps)
     return [
-        OptimizerResumeCheck(StageHistory(steps)),
+        OptimizerResumeCheck(history),
         SampledPairCheck(),
         OpponentCheck(),
         ReferenceCheck(first=not steps),
@@ -108,6 +109,8 @@ def online(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
         FrozenCheck(),
         SamplerCheck(fresh=False),
         TaskCheck(),
+        VerifierCheck(history),
+        LiveRules(history),
     ]
 
 

@@ -242,13 +242,11 @@ class Attempt:
 
 
 class Seat(Protocol):
-    """One speaker of an episode. The environment calls `see` and `say` on the speaker's own
-    view of the conversation."""
+    """One speaker of an episode. The environment calls `see` and `say` on its own view of the conversation."""
 
     @property
     def format(self) -> str | None:
-        """The format in which the speaker's chat template writes tool calls. None without a template, or where the
-        format is not one that posttrain reads."""
+        """The format in which the speaker's chat template writes tool calls. None where posttrain reads none of it."""
         ...
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -316,7 +314,9 @@ class Dialogue(Protocol):
 class PairRenderer(Protocol):
     """Demonstrations as tokens."""
 
-    def pair(self, prompt: str | Sequence[Message], completion: str, task: str = "") -> tuple[np.ndarray, np.ndarray]:
+    def pair(
+        self, prompt: str | Sequence[Message], completion: str, task: str = "", tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(prompt ids, completion ids that end in exactly one stop token), int32. Errors name the task."""
         ...
 

@@ -117,7 +117,8 @@ def _as_plain(value: object) -> Any:
 
 
 def _task(task: Task) -> dict[str, Any]:
-    return {"id": task.id, "prompt": task.prompt, "answer": task.answer, "info": dict(task.info)}
+    told = {"id": task.id, "prompt": task.prompt, "answer": task.answer, "info": dict(task.info)}
+    return told | {"tools": list(task.tools)} if task.tools else told
 
 
 def _verdict(j: Judged) -> dict[str, Any]:
@@ -236,7 +237,11 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
 def _task_from_plain(data: dict[str, Any]) -> Task:
     prompt = data["prompt"]
     return Task(
-        data["id"], prompt if isinstance(prompt, str) else tuple(map(_message, prompt)), data["answer"], data["info"]
+        data["id"],
+        prompt if isinstance(prompt, str) else tuple(map(_message, prompt)),
+        data["answer"],
+        data["info"],
+        tuple(data.get("tools", ())),
     )
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from posttrain.core.judgements import Kind
 
 
+Regulariser = Literal["none", "sft", "dpo", "dpo_free"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(Stage):
     """A stage that trains a reward model: a score of whole completions, from how completions were judged.
@@ -22,7 +25,7 @@ class RewardModel(Stage):
     samples starts from them, and `posttrain export` writes a model for sequence classification.
     """
 
-    harmless = ("judgement", "pool", "attributes", "gate", "margin", "pairs", "too_long")
+    harmless = ("judgement", "pool", "attributes", "gate", "margin", "pairs", "regularise", "too_long")
     leaves_policy: ClassVar[bool] = False
 
     judgement: Literal["pair", "ranking", "rating", "label"] = "pair"
@@ -45,6 +48,16 @@ class RewardModel(Stage):
     """Coefficient of (sum of a pair's scores)^2, which keeps scores near 0; 0.01 is usual (2312.09244)."""
     pairs: bool = False
     """Take a ranking as all of its pairs (2203.02155), in place of Plackett-Luce."""
+    regularise: Regulariser = "none"
+    """Of pairs: what the language head, which stays beside the reward head, learns meanwhile, so that the hidden states
+    go on saying what they said of text and the score holds on other policies' answers (2406.10216). sft: the chosen
+    completion. dpo: DPO with the model that the stage begins with as its reference, the closed form of a reward model
+    against its own KL-regularised policy. dpo_free: DPO without a reference."""
+    alpha: float = 0.01
+    """With regularise: the loss is (1 - alpha) of the pairs' and alpha of the language head's, .01 as in the authors'
+    code."""
+    beta: float = 0.1
+    """With regularise: what multiplies log-probs in the language head's loss, summed over a completion."""
     too_long: Literal["refuse", "skip"] = "refuse"
     """Judgements with a completion that does not fit into the context. refuse: the run does not start. skip: leave the
     whole judgement out, and say how many."""
@@ -56,6 +69,8 @@ class RewardModel(Stage):
         super().__post_init__()
         if self.batch < 1 or self.centre < 0:
             raise ConfigError(f"{self.name}: batch={self.batch} must be >= 1 and centre={self.centre:g} >= 0")
+        if not 0 < self.alpha < 1 or not self.beta > 0:
+            raise ConfigError(f"{self.name}: alpha={self.alpha:g} must be between 0 and 1, and beta={self.beta:g} > 0")
         for field, wrong, why in self._wrong():
             if wrong:
                 raise ConfigError(f"{self.name}.{field}={getattr(self, field)}: {why}")
@@ -78,6 +93,11 @@ class RewardModel(Stage):
             ("classes", bool(self.classes) and kind != "rating", "classes are those of a rating; set it to 0"),
             ("centre", bool(self.centre) and not ordered, "pairs and rankings leave the level open, others set it"),
             ("pairs", self.pairs and kind != "ranking", "it says how rankings are read; set it to false"),
+            (
+                "regularise",
+                self.regularise != "none" and kind != "pair",
+                "the language head learns from chosen and rejected completions. Set judgement=pair or regularise=none",
+            ),
             ("pool", self.pool == "token" and kind != "label", "a head that reads every token learns from labels"),
         )
 

@@ -46,6 +46,8 @@ class Task:
     answer: Any = None
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Extra columns of the source; reward functions receive them as keyword arguments."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the tools that its prompt of messages offers, where they are data. Nothing here runs them."""
 
 
 SHOWN = -2

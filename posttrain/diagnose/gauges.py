@@ -134,6 +134,10 @@ REGISTRY: dict[str, Definition] = {
     "sft/loss": Definition("mean negative log-prob of a demonstrated token", "nats", "falls"),
     "sft/tokens": Definition("demonstrated tokens an optimizer step", "tokens", "steady"),
     "ranking/loss": Definition("a reward model's loss, mean over judgements", "nats", "falls, below log 2 for pairs"),
+    "ranking/regulariser": Definition(
+        "what a reward model's language head loses meanwhile, mean over pairs (before alpha)", "nats", "steady or falls"
+    ),
+    "ranking/tokens": Definition("judged tokens an optimizer step", "tokens", "steady"),
     "ranking/accuracy": Definition(
         "share of judged pairs (of labels) in the minibatch whose scores are in their order, a tie counts half",
         "share",

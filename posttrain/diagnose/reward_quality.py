@@ -4,6 +4,7 @@ them is length or another surface feature."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,25 @@ from posttrain.core.interval import Score
 
 BINS = 10
 """Bins of a reliability diagram."""
+_PRAISED = "great|good|excellent|wonderful|fantastic|brilliant|interesting"
+FLATTERY = re.compile(
+    r"\b(you(?:'| a)re (?:absolutely |completely |totally |quite |so )?(?:right|correct)"
+    r"|i (?:completely |totally |fully )?agree"
+    rf"|(?:{_PRAISED}) (?:question|point|idea|choice|work)"
+    r"|i(?:'m| am) (?:so |very |really )?sorry|i apologi[sz]e|my apologies|my mistake"
+    r"|thank you for (?:pointing|asking|sharing))\b"
+)
+"""Phrases by which a completion agrees with, praises or apologises to the user, in English. Preference data favour them
+whether or not the user is right (2310.13548)."""
+
+
+def flattery(text: str) -> int:
+    """How many phrases of `FLATTERY` a text has.
+
+    >>> flattery("Great question! You're absolutely right, and I apologize."), flattery("The question is great.")
+    (3, 0)
+    """
+    return len(FLATTERY.findall(text.lower().replace("\u2019", "'")))
 
 
 @dataclass(frozen=True)

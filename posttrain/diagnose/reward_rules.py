@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce
+from posttrain.core.stage import Stage
 from posttrain.diagnose.policy_rules import NEAR, better_lr, broken, collapse
-from posttrain.diagnose.rule import average, ends, first, known, last, mean, rule, running, trend
+from posttrain.diagnose.rule import average, ends, first, known, last, mean, played_rule, rule, running, trend
 
 SAME = 6
 """Steps in a row, before it is said that tasks are too hard or too easy. Fewer have no spread by chance."""
@@ -139,8 +140,8 @@ BEST = 6
 """Steps whose mean truth is compared with that of the last ones."""
 
 
-@rule
-def reward_without_truth(history: Sequence[Step], stage: Reinforce) -> str:
+@played_rule
+def reward_without_truth(history: Sequence[Step], stage: Stage) -> str:
     """What is measured and not paid has fallen from its best six steps to the last six, by 5 standard errors and a
     tenth, while the reward rose by 3 from the same steps to these."""
     steps = running(history)
@@ -157,13 +158,13 @@ def reward_without_truth(history: Sequence[Step], stage: Reinforce) -> str:
         f"the reward rises ({before:.3g} to {after:.3g} since step {seen[at].index}) while what is measured and not"
         f" paid falls ({best:.3g} to {now:.3g}): the reward is exploited. The best weights are those of about step"
         f" {seen[at + BEST - 1].index}. Read what is paid best (posttrain show RUN). In order: stop there, a larger KL"
-        " to the start (pull=kl), more judgements of this policy's own answers, or several reward models with"
-        " pessimism (env.rewards=model:A+B)"
+        " to the start (pull=kl, or beta of a preference algorithm), more judgements of this policy's own answers, or"
+        " several reward models with pessimism (env.rewards=model:A+B)"
     )
 
 
-@rule
-def heldout_falls(history: Sequence[Step], stage: Reinforce) -> str:
+@played_rule
+def heldout_falls(history: Sequence[Step], stage: Stage) -> str:
     """The held-out reward is lower than at an earlier evaluation by more than 3 standard errors, while the training
     reward rises by more than 3."""
     measured = [

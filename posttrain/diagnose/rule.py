@@ -9,6 +9,7 @@ from itertools import pairwise
 from posttrain.core.gauge import Step
 from posttrain.core.rejection import Rejection
 from posttrain.core.run import Reinforce
+from posttrain.core.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Finding:
 
 Condition = Callable[[Sequence[Step], Reinforce], str]
 RoundCondition = Callable[[Sequence[Step], Rejection], str]
+PlayedCondition = Callable[[Sequence[Step], Stage], str]
 
 RULES: dict[str, Condition] = {}
 """Every rule by name. A condition returns '' where it does not hold. It gets the first steps of the stage and the last
@@ -29,6 +31,16 @@ ones, in order."""
 
 def rule(condition: Condition) -> Condition:
     RULES[condition.__name__] = condition
+    return condition
+
+
+PLAYED_RULES: dict[str, PlayedCondition] = {}
+"""Those of `RULES` that read only what was played and measured. They are the rules of a stage that learns from pairs of
+its own samples, too."""
+
+
+def played_rule(condition: PlayedCondition) -> PlayedCondition:
+    RULES[condition.__name__] = PLAYED_RULES[condition.__name__] = condition
     return condition
 
 

@@ -11,28 +11,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from posttrain.core.gauge import Step
+from posttrain.core.preference_stage import OnlinePreference
 from posttrain.core.rejection import Rejection
 from posttrain.core.run import Reinforce
+from posttrain.core.stage import Stage
 from posttrain.diagnose import policy_rules as policy_rules
 from posttrain.diagnose import reward_rules as reward_rules
 from posttrain.diagnose import round_rules as round_rules
+from posttrain.diagnose.rule import PLAYED_RULES as PLAYED_RULES
 from posttrain.diagnose.rule import ROUND_RULES as ROUND_RULES
 from posttrain.diagnose.rule import RULES as RULES
-from posttrain.diagnose.rule import Finding, last, mean, rule
+from posttrain.diagnose.rule import Finding, last, mean, played_rule, rule
 
 
-def findings(history: Sequence[Step], stage: Reinforce | Rejection) -> list[Finding]:
+def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePreference) -> list[Finding]:
     """The findings of all rules for this kind of stage at the end of its record so far."""
     if isinstance(stage, Rejection):
         rounds = [s for s in history if "reject/round" in s.gauges]
         if not rounds or rounds[-1] is not history[-1]:
             return []
         return [Finding(n, said) for n, condition in ROUND_RULES.items() if (said := condition(rounds, stage))]
-    return [
-        Finding(name, message)
-        for name, condition in RULES.items()
-        if history and (message := condition(history, stage))
-    ]
+    if not history:
+        return []
+    if isinstance(stage, OnlinePreference):
+        return [Finding(n, said) for n, condition in PLAYED_RULES.items() if (said := condition(history, stage))]
+    return [Finding(n, said) for n, condition in RULES.items() if (said := condition(history, stage))]
 
 
 @rule
@@ -70,8 +73,8 @@ def reference_follows(history: Sequence[Step], stage: Reinforce) -> str:
     )
 
 
-@rule
-def judges_fail(history: Sequence[Step], stage: Reinforce) -> str:
+@played_rule
+def judges_fail(history: Sequence[Step], stage: Stage) -> str:
     """A noticeable share of samples could not be judged, because a source failed, three steps in a row."""
     failed = last(history, "rollout/failed", 3)
     if len(failed) < 3 or min(failed) < 0.05:
@@ -82,8 +85,8 @@ def judges_fail(history: Sequence[Step], stage: Reinforce) -> str:
     )
 
 
-@rule
-def source_is_mute(history: Sequence[Step], stage: Reinforce) -> str:
+@played_rule
+def source_is_mute(history: Sequence[Step], stage: Stage) -> str:
     """A reward source gives 0 to every answer, right ones too, five steps in a row."""
     mute = last(history, "canary/mute_sources", 5)
     if len(mute) < 5 or min(mute) <= 0:
@@ -100,8 +103,8 @@ MADE = ("refused", "timeout")
 """Ends of a call that reached a tool and got no result."""
 
 
-@rule
-def tool_is_dead(history: Sequence[Step], stage: Reinforce) -> str:
+@played_rule
+def tool_is_dead(history: Sequence[Step], stage: Stage) -> str:
     """A tool is called at every one of the last 4 steps, and each call of it fails or runs out of time."""
     recent = history[-CALLS:]
     if len(recent) < CALLS:

@@ -5,6 +5,7 @@ The kind of a row follows from its columns, by the names that TRL uses; settings
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,6 +26,7 @@ from posttrain.environment.rows import (
     row_of,
     task_of,
     without_halves,
+    without_nulls,
 )
 from posttrain.environment.sides import Sides, UnfitRow, sides
 
@@ -216,13 +218,34 @@ def _prompt(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> str | tu
 def _row(
     place: Place, data: Mapping[str, Any], c: JudgedColumns, found: Sides, judged: JudgedRow, read: set[str]
 ) -> PromptRow:
-    if c.tools_column and data.get(c.tools_column) not in (None, [], ""):
+    tools = tools_of(place, data, c)
+    if tools and isinstance(found.prompt, str):
         raise DataError(
-            f"{place}: {c.tools_column!r} offers tools, and prompts of judged rows are written without tools, so the"
-            " model would learn to call what it was not offered: leave such rows out, or set env.args.tools_column="
-            " where the column holds something else"
+            f"{place}: {c.tools_column!r} offers tools, which a chat template writes, and the prompt is text: write it"
+            " as messages, or set env.args.tools_column= where the column holds something else"
         )
-    return PromptRow(task_of(place, data, c, found.prompt, read), None, digest(found.prompt), place, judged)
+    task = replace(task_of(place, data, c, found.prompt, read | ({c.tools_column} if tools else set())), tools=tools)
+    return PromptRow(task, None, digest(task.prompt, tools), place, judged)
+
+
+def tools_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> tuple[Mapping[str, Any], ...]:
+    """The JSON schemas of the tools that a row offers: a list of objects with a name, flat or under `function`, or that
+    list as JSON text."""
+    given: Any = data.get(c.tools_column) if c.tools_column else None
+    if isinstance(given, str) and given.strip():
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise DataError(f"{place}: {c.tools_column!r} is text that is no JSON ({error}): write a list") from None
+    if given is None or given in ([], ""):
+        return ()
+    if not isinstance(given, list) or not all(isinstance(t, Mapping) for t in given):
+        raise DataError(f"{place}: {c.tools_column!r} is {kind_words(given)}, wanted a list of tools, each an object")
+    for i, tool in enumerate(given):
+        inner = tool.get("function", tool)
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or not inner["name"]:
+            raise DataError(f"{place}: {c.tools_column!r}[{i}] has no name: give a JSON schema of a function")
+    return tuple(without_nulls(t) for t in given)
 
 
 def _required(place: Place, data: Mapping[str, Any], column: str) -> None:

@@ -105,6 +105,11 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         if self._offered is not None:
             for row in self.rows:
                 self._offered.check(row.task)
+                if row.task.tools:
+                    raise DataError(
+                        f"{row.place}: the row offers tools of its own, and env.args.tools={self.tools} offers others:"
+                        " leave out env.args.tools, or set env.args.tools_column="
+                    )
 
     @cached_property
     def _offered(self) -> OfferedTools | None:
@@ -120,8 +125,11 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return Loop(self.limits, self.turns)
 
     def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the tools in a conversation about this task. Text prompts have none."""
-        return () if self._offered is None or isinstance(task.prompt, str) else self._offered.box(task).schemas
+        """JSON schemas of the tools in a conversation about this task: its row's, or the environment's. Text prompts
+        have none."""
+        if self._offered is None:
+            return task.tools
+        return () if isinstance(task.prompt, str) else self._offered.box(task).schemas
 
     async def play(self, task: Task, talk: Talk) -> Stop:
         if self._offered is None:
@@ -145,7 +153,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return Verdict.abstain("a user's prompt is judged by the user's rewards")
 
     def key(self, task: Task) -> Hashable:
-        return digest(task.prompt)
+        return digest(task.prompt, task.tools)
 
     def gold(self, task: Task) -> tuple[str, ...]:
         """The row's answer, else its completion. Only the user's rewards decide what it earns."""
@@ -192,7 +200,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
             judges=bool(self.rewards),
             lint=self.lint if self._judged is not None else None,
             rows=self.rows,
-            tools=self.tools_of if self.tools else None,
+            tools=self.tools_of if self.tools or any(r.task.tools for r in self.rows) else None,
         )
 
     def lint(self, length: Callable[[Task, str], int] | None = None, context: int = 0) -> Sequence[LintFinding]:

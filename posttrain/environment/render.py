@@ -119,10 +119,12 @@ class Renderer:
             )
         return np.array([self.stop_ids[0] if bos is None else bos], np.int32)
 
-    def pair(self, prompt: Content, completion: str, task: str = "") -> tuple[np.ndarray, np.ndarray]:
+    def pair(
+        self, prompt: Content, completion: str, task: str = "", tools: Tools = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(prompt ids, completion ids) of a demonstration. With an empty prompt it is a document and gets `start`."""
         chat = not isinstance(prompt, str)
-        before = self.prompt(prompt, task) if len(prompt) else self.start()
+        before = self.prompt(prompt, task, tools) if len(prompt) else self.start()
         return before, self.completion_ids(completion, chat=chat, task=task)
 
     def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
@@ -238,6 +240,12 @@ class Renderer:
     def chat(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
         """Messages rendered by the chat template. DataError if there is no template or it refuses them."""
         return self.template.render(messages, generate=generate, tools=tools)
+
+    def offers(self, prompt: Content, tools: Tools) -> bool:
+        """Whether the prompt, as it is rendered, shows these tools. Text shows none."""
+        if isinstance(prompt, str):
+            return False
+        return self.chat(prompt, generate=True, tools=tools) != self.chat(prompt, generate=True)
 
     def rewrites(self, new: Sequence[Message], tools: Tools) -> str:
         """The reason why the template cannot append such messages after a turn; '' if it can. It is tested once for

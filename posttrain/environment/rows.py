@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from posttrain.core.content import content_of, mapped, shown, text_of
 from posttrain.core.errors import ConfigError, DataError, nearest
@@ -20,8 +20,8 @@ from posttrain.environment.columns import Columns
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that chat templates accept."""
 
-CALLS = ("tool_calls", "function_call")
-"""Fields in which chat data holds the calls of tools."""
+BESIDE: Mapping[str, tuple[str, ...]] = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
+"""Fields of a message beside role and content, by its role: calls of tools as objects, and whose result it is."""
 
 Place = str
 """The place of a row in the data, for error messages: `file:line`, or `name row n`."""
@@ -66,13 +66,14 @@ def placed(place: Place) -> Iterator[None]:
         raise type(error)(f"{place}: {error}") from error
 
 
-def digest(prompt: str | Sequence[Message]) -> str:
-    """16 hex digits that depend on the prompt alone, so equal prompts have equal digests."""
+def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """16 hex digits that depend on the prompt and the tools that it offers alone, so equal ones have equal digests."""
     text = (
         prompt
         if isinstance(prompt, str)
-        else json.dumps([[m["role"], shown(m["content"])] for m in prompt], ensure_ascii=True)
+        else json.dumps([[m["role"], shown(m["content"]), *m.get("tool_calls", ())] for m in prompt], ensure_ascii=True)
     )
+    text += json.dumps(list(tools), sort_keys=True) if tools else ""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -133,8 +134,7 @@ def prompt_of(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | 
     messages = [message_of(place, column, i, m) for i, m in enumerate(value)]
     completion = None
     if messages and messages[-1]["role"] == "assistant":
-        with placed(f"{place}: the last message of {column!r}"):
-            completion = text_of(messages.pop()["content"])
+        completion = said_of(f"{place}: the last message of {column!r}", messages.pop())
     if not messages:
         raise DataError(f"{place}: {column!r} has no message for the policy to answer")
     return tuple(messages), completion
@@ -147,27 +147,62 @@ def message_of(place: Place, column: str, index: int, value: Any) -> Message:
         raise DataError(f"{where} is {kind_words(value)}, wanted an object with role and content")
     if not isinstance(value.get("role"), str):
         raise DataError(f"{where}: 'role' is {kind_words(value.get('role'))}, wanted text")
-    if not isinstance(value.get("content"), str | list) or value["content"] == []:
-        raise DataError(f"{where}: 'content' is {kind_words(value.get('content'))}, wanted text or a list of parts")
-    if value["role"] not in ROLES:
-        raise DataError(
-            f"{where} has role {value['role']!r}, which chat templates do not know: {nearest(value['role'], ROLES)}"
-        )
-    extra = sorted(k for k, v in value.items() if v is not None and k not in ("role", "content"))
-    if extra:
-        how = (
-            ". Write the call into its content as the model says it (its chat template shows the form), or leave the"
-            " row out"
-            if extra[0] in CALLS
-            else ""
-        )
-        raise DataError(f"{where} has {extra[0]!r}; messages are role and content only{how}")
+    role = value["role"]
+    if role not in ROLES:
+        raise DataError(f"{where} has role {role!r}, which chat templates do not know: {nearest(role, ROLES)}")
+    beside = {k: v for k, v in value.items() if v not in (None, []) and k not in ("role", "content")}
+    given = "" if value.get("content") is None and "tool_calls" in beside else value.get("content")
+    if not isinstance(given, str | list) or given == []:
+        raise DataError(f"{where}: 'content' is {kind_words(given)}, wanted text or a list of parts")
+    known = BESIDE.get(role, ())
+    if extra := sorted(beside.keys() - {*known}):
+        also = f", and with role {role} {' or '.join(known)}" if known else ""
+        raise DataError(f"{where} has {extra[0]!r}; messages are role and content{also}")
     with placed(where):
-        body = content_of(value["content"])
-    return Message(
-        role=without_halves(place, column, value["role"]),
-        content=mapped(body, lambda text: without_halves(place, column, text)),
-    )
+        body = content_of(given)
+    message = Message(role=role, content=mapped(body, lambda text: without_halves(place, column, text)))
+    if "tool_calls" in beside:
+        message["tool_calls"] = _calls(where, beside["tool_calls"])
+    for key in ("name", "tool_call_id"):
+        if key in beside:
+            if not isinstance(beside[key], str):
+                raise DataError(f"{where}: {key!r} is {kind_words(beside[key])}, wanted text")
+            message = cast("Message", {**message, key: without_halves(place, column, beside[key])})
+    return message
+
+
+def _calls(where: str, given: Any) -> list[dict[str, Any]]:
+    """The calls of an assistant's message, as chat templates read them."""
+    if not isinstance(given, list):
+        raise DataError(f"{where}: 'tool_calls' is {kind_words(given)}, wanted a list")
+    for call in given:
+        inner = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or not inner["name"]:
+            raise DataError(
+                f"{where}: a call is {kind_words(call)} without a function's name; write"
+                ' {"type": "function", "function": {"name": ..., "arguments": {...}}}'
+            )
+    return [without_nulls(call) for call in given]
+
+
+def without_nulls(value: Any) -> Any:
+    """Objects without the fields that are null. Tables write every field that any row has, and a template would show
+    those of others; TRL leaves them out too."""
+    if isinstance(value, Mapping):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def said_of(where: str, message: Message) -> str:
+    """The text of a message that is learned from. Its calls must stand in it, because how a model writes them depends
+    on its chat template."""
+    if "tool_calls" in message:
+        raise DataError(
+            f"{where} has 'tool_calls', and it is what is learned from: write the call into its content as the model"
+            " says it (its chat template shows the form), or leave the row out"
+        )
+    with placed(where):
+        return text_of(message["content"])
 
 
 def completion_of(place: Place, value: Any, c: Columns) -> str:
@@ -175,8 +210,7 @@ def completion_of(place: Place, value: Any, c: Columns) -> str:
     if isinstance(value, str):
         return without_halves(place, c.completion_column, value)
     if isinstance(value, list) and len(value) == 1:
-        with placed(f"{place}: {c.completion_column!r}"):
-            return text_of(message_of(place, c.completion_column, 0, value[0])["content"])
+        return said_of(f"{place}: {c.completion_column!r}", message_of(place, c.completion_column, 0, value[0]))
     raise DataError(f"{place}: {c.completion_column!r} is {kind_words(value)}, wanted text or a list of one message")
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.core.content import shown, text_of
+from posttrain.core.content import shown
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message
-from posttrain.environment.rows import Place, kind_words, message_of, placed, without_halves
+from posttrain.environment.rows import Place, kind_words, message_of, said_of, without_halves
 
 ANSWERS = "\n\nAssistant:"
 """What stands before an answer in texts of two voices, such as HH-RLHF's; a prompt ends with the last of them."""
@@ -169,8 +169,7 @@ def _ended(place: Place, name: str, value: Any) -> tuple[tuple[Message, ...], st
         raise DataError(
             f"{place}: the last message of {name!r} has role {last['role']!r}, and a completion is the assistant's"
         )
-    with placed(f"{place}: the last message of {name!r}"):
-        text = text_of(last["content"])
+    text = said_of(f"{place}: the last message of {name!r}", last)
     if messages and messages[-1]["role"] == "assistant":
         raise DataError(f"{place}: {name!r} ends with two messages of the assistant; a completion is one message")
     return tuple(messages), text

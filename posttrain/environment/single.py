@@ -223,7 +223,7 @@ class SingleTurn(ABC):
         )
 
     async def play(self, task: Task, talk: Talk) -> Stop:
-        talk.see(task.prompt)
+        talk.see(task.prompt, task.tools)
         return (await talk.say()).stop
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:

@@ -70,7 +70,7 @@ def _(real: Real) -> Real:
     seam="posttrain.controller.stages.reject:drawn",
     what="kept completions are imitated under the prompt of their neighbour in the minibatch",
     harm="right answers to other questions are learned",
-    source="pain 7: rows of two lists that are joined after one of them was filtered",
+    source="pain 22: rows of two lists that are joined after one of them was filtered",
     needs="reject",
 )
 def _(real: Real) -> Real:
@@ -122,7 +122,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.kept:whole",
     what="a completion that reached the limit of tokens is kept where its beginning was right",
     harm="the policy is taught never to stop",
-    source="pain 5: no stop token in what is imitated",
+    source="pain 22: no stop token in what is imitated",
     shows=("reject.sampling.max_tokens=1", *RFT),
     needs="reject",
 )

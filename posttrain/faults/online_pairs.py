@@ -37,7 +37,7 @@ def _(real: Real) -> Real:
     seam="posttrain.controller.stages.online:sampled_pairs",
     what="the rejected sample of a pair is that of the next prompt",
     harm="the policy learns which prompts are easy",
-    source="pain 9: a reshape that regroups samples",
+    source="pain 18: a reshape that regroups samples",
     needs="online",
 )
 def _(real: Real) -> Real:

@@ -17,7 +17,7 @@ SHOWS = ("model.dtype=float16",)
     seam="posttrain.engine.optimizer:StageOptimizer.gather",
     what="the scale of the loss is not taken out before the gradient is clipped",
     harm="every step is clipped as if its gradient were 65,536 times larger, so their sizes are lost",
-    source="pain 12",
+    source="pain 10",
     shows=SHOWS,
 )
 def _(real: Real) -> Real:

@@ -51,7 +51,7 @@ def _rejected(real: Real, change: Callable[[Segment], Segment]) -> Real:
     seam="posttrain.role.judgements:completions",
     what="the rejected completion is read as the chosen one",
     harm="the policy learns what people did not want, and its accuracy on its own data looks perfect",
-    source="pain 9: the columns of a data set swapped by a formatting function",
+    source="pain 22: the columns of a data set swapped by a formatting function",
     needs="preference",
 )
 def _(real: Real) -> Real:
@@ -84,7 +84,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.judgements:demonstration",
     what="the rejected completion's text is cut at its beginning, so that it fits",
     harm="the two sides answer different prompts, and length decides what is learned",
-    source="pain 9: max_length cuts one side",
+    source="pain 22: max_length cuts one side",
     needs="preference",
 )
 def _(real: Real) -> Real:
@@ -96,7 +96,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.judgements:demonstration",
     what="the prompt of the rejected completion begins with a token too many",
     harm="the two sides are compared under different prompts",
-    source="pain 5: a template and a tokenizer both begin the text",
+    source="pain 22: a template and a tokenizer both begin the text",
     needs="preference",
 )
 def _(real: Real) -> Real:
@@ -108,7 +108,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.judgements:demonstration",
     what="the rejected completion has no stop token",
     harm="to stop is learned as part of what is wanted, and answers become shorter or longer for no reason",
-    source="pain 5: no stop token on the rejected side",
+    source="pain 22: no stop token on the rejected side",
     needs="preference",
 )
 def _(real: Real) -> Real:
@@ -222,7 +222,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.reference_scores:ReferenceScores.add",
     what="the reference reads the texts with another tokenizer, whose ids differ by one",
     harm="the log-ratio compares different texts",
-    source="pain 5: a reference of another tokenizer",
+    source="pain 22: a reference of another tokenizer",
     shows=("dpo.ahead=true",),
     needs="preference",
 )

@@ -51,7 +51,7 @@ def _(real: Real) -> Real:
     seam="posttrain.controller.stages.reward_model:reward_batch",
     what="the rejected completion of a pair counts as the chosen one",
     harm="the reward model pays what people did not want, and orders its own data perfectly",
-    source="pain 9: the columns of a data set swapped by a formatting function",
+    source="pain 22: the columns of a data set swapped by a formatting function",
     needs="reward_model",
 )
 def _(real: Real) -> Real:
@@ -127,7 +127,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.reward_judge:RewardModelJudge._scores",
     what="the scores of a batch come back in another order",
     harm="each answer is paid for its sibling, so nothing is learned and the mean reward looks right",
-    source="pain 9: rewards and completions misaligned after sorting by length",
+    source="pain 18: rewards and completions misaligned after sorting by length",
     needs="judge",
 )
 def _(real: Real) -> Real:
@@ -143,7 +143,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.reward_judge:RewardModelJudge._scores",
     what="the reward model cannot read every third answer, and that becomes a score of 0",
     harm="answers are punished for an outage",
-    source="pain 2: an outage read as a wrong answer",
+    source="pain 16: an outage read as a wrong answer",
     needs="judge",
 )
 def _(real: Real) -> Real:

@@ -154,8 +154,8 @@ def _(real: Real) -> Real:
     needs="chat",
 )
 def _(real: Real) -> Real:
-    def pair(self: Any, prompt: Any, completion: str, task: str = "") -> Any:
-        before, after = real(self, prompt, completion, task)
+    def pair(self: Any, prompt: Any, completion: str, *named: Any) -> Any:
+        before, after = real(self, prompt, completion, *named)
         return (before, after) if isinstance(prompt, str) else (self.encode(self.chat(prompt, generate=False)), after)
 
     return pair
@@ -248,7 +248,7 @@ def _(real: Real) -> Real:
     seam="posttrain.core.types:outcome",
     what="the outcome adds all reward sources with weight 1",
     harm="a small format bonus outweighs being right",
-    source="trap 7; G9",
+    source="G9",
     shows=("env.rewards=contains", "env.rewards.0.weight=0.1"),
 )
 def _(real: Real) -> Real:

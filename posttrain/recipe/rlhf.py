@@ -17,8 +17,8 @@ def rlhf() -> Run:
     learn with GRPO to be preferred, with a KL to the imitation (rl), as in 2203.02155.
 
     The judges' taste is known to the world `replies`, and no stage reads it: `env.measured=true` reports it beside the
-    reward model's score. So over-optimisation shows: the score rises and the taste does not. `rl.algorithm=ppo
-    rl.algorithm.pull=kl` is PPO.
+    reward model's score. So over-optimisation shows: the score rises and the taste does not. PPO with the KL in the
+    reward, as in that paper: `rl.algorithm=ppo rl.pull=kl rl.pull.estimator=k1 rl.pull.placement=reward`.
     """
     return Run(
         recipe="rlhf",

@@ -83,7 +83,7 @@ def demonstration(
     Raises:
         DataError: the completion has no token, or the text is longer than the model's context.
     """
-    seen, said = renderer.pair(prompt, completion, task.id)
+    seen, said = renderer.pair(prompt, completion, task.id, task.tools)
     if not len(said):
         raise DataError(f"the demonstration of task {task.id!r} has no token to imitate: its completion is empty")
     transcript = Transcript(LIKELIHOOD)

@@ -76,7 +76,10 @@ def segments(judgement: Judgement, renderer: PairRenderer, context: int) -> list
 def longest(judgement: Judgement, renderer: PairRenderer) -> int:
     """Tokens of its longest completion with the prompt."""
     task = judgement.task
-    return max(sum(len(ids) for ids in renderer.pair(task.prompt, text, task.id)) for text, _ in completions(judgement))
+    return max(
+        sum(len(ids) for ids in renderer.pair(task.prompt, text, task.id, task.tools))
+        for text, _ in completions(judgement)
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from posttrain.core.judgements import Judgement, Kind, Label, Rating
 from posttrain.core.ports import Environment, Learner, PairRenderer
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.streams import RATING, SIDE, WEIGHT
-from posttrain.role.judgements import HELDOUT, AgreementReport, batch_of
+from posttrain.diagnose.reward_quality import flattery
+from posttrain.role.judgements import HELDOUT, AgreementReport, batch_of, completions
 
 PART = 256
 """Held-out judgements that are scored at once."""
@@ -47,7 +48,14 @@ def reward_batch(judged: Sequence[Judgement], stage: RewardModel, renderer: Pair
 def ranking_loss(stage: RewardModel) -> RankingLoss:
     """The loss that a stage asks for."""
     return RankingLoss(
-        judged=stage.judgement, shape=stage.shape, margin=stage.margin, centre=stage.centre, pairs=stage.pairs
+        judged=stage.judgement,
+        shape=stage.shape,
+        margin=stage.margin,
+        centre=stage.centre,
+        pairs=stage.pairs,
+        regularise=stage.regularise,
+        alpha=stage.alpha,
+        beta=stage.beta,
     )
 
 
@@ -103,13 +111,14 @@ def heldout_agreement(
 class ScoredJudgements:
     """Judged completions with the scores that a reward model gives them.
 
-    score, worth (how they were judged; more is better) and tokens (of the completion) are float64 [S]. unit is int64
-    [S]: completions of one unit are compared with each other; -1: with none.
+    score, worth (how they were judged; more is better), tokens (of the completion) and flattery (phrases of it) are
+    float64 [S]. unit is int64 [S]: completions of one unit are compared with each other; -1: with none.
     """
 
     score: np.ndarray
     worth: np.ndarray
     tokens: np.ndarray
+    flattery: np.ndarray
     unit: np.ndarray
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
@@ -145,7 +154,8 @@ def scored_judgements(
         tokens += spoken.astype(np.float64).tolist()
         unit += (i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)).tolist()
     partners = _partners(judged, np.array(worth), np.array(unit))
-    return ScoredJudgements(np.array(score), np.array(worth), np.array(tokens), partners)
+    flattering = np.array([float(flattery(text)) for j in judged for text, _ in completions(j)])
+    return ScoredJudgements(np.array(score), np.array(worth), np.array(tokens), flattering, partners)
 
 
 def _partners(judged: Sequence[Judgement], worth: np.ndarray, unit: np.ndarray) -> np.ndarray:

@@ -67,7 +67,8 @@ class JudgeMember:
                     f" episode of {len(episode.turns)} turns cannot be written anew in it: what the world answered is"
                     " known as tokens alone. Use a reward model with the policy's tokenizer and template"
                 )
-            seen, spoken = self.renderer.pair(episode.task.prompt, episode.text, episode.task.id)
+            task = episode.task
+            seen, spoken = self.renderer.pair(task.prompt, episode.text, task.id, task.tools)
             ids, mask = np.concatenate([seen, spoken]), np.arange(len(seen) + len(spoken)) >= len(seen)
         if len(ids) > self.context:
             raise DataError(f"the episode has {len(ids)} tokens, and the reward model's context is {self.context}")

@@ -130,6 +130,8 @@ class RewardRoles(DataRoles[RewardModel]):
 
     source: TaskSource
     """The training tasks whose judgements fit into the context."""
+    reference: Reference | None = None
+    """The model as the stage began, where the language head is compared with it (regularise=dpo)."""
 
 
 @dataclass(kw_only=True)
@@ -189,3 +191,7 @@ class ReinforceRoles(StageRoles[Reinforce]):
     def stream(self) -> str:
         """The name of the random stream of this stage's rollouts."""
         return stream_of(self.stage)
+
+
+JudgedRoles = ReinforceRoles | OnlineRoles | RejectionRoles
+"""The roles of a stage whose own samples are judged."""

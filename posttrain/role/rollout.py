@@ -134,7 +134,7 @@ class Rollout:
             attempt = Attempt(task, tuple(said.turns), Stop.SAID, said.spoken_upto, said.state, _said(segments))
             verdicts = (*await judging.judge(attempt, segments, sibling), *said.paid)
             return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=scrubbed_data(said.state))
-        seen, ids = self.renderer.pair(prompt, completion, task.id)
+        seen, ids = self.renderer.pair(prompt, completion, task.id, task.tools)
         transcript = Transcript(sampling)
         transcript.see(seen)
         transcript.show(ids)

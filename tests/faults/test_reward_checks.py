@@ -41,6 +41,15 @@ def test_the_numbers_of_the_survey() -> None:
     assert expected_loss([pair], centred, scores(1.5, 0.5)) == pytest.approx(0.313262 + 0.04, abs=1e-6)
 
 
+def test_the_language_heads_share_is_computed_a_second_time() -> None:
+    """B02: a difference of 3 at beta .1 is .554355. A form that is another one's is told."""
+    pair, said = Pair(task=TASK, chosen="x", rejected="y"), scores(-1.0, -4.0)
+    forms = {"dpo": 0.554355, "dpo_free": 0.554355, "sft": 0.744397}
+    for form, second in forms.items():
+        found = expected_loss([pair], replace(STAGE, regularise=form), scores(1.5, 0.5), said)
+        assert found == pytest.approx(0.99 * 0.313262 + 0.01 * second, abs=1e-6)
+
+
 def test_weights_rankings_and_labels() -> None:
     one, two = (Pair(task=TASK, chosen="x", rejected="y", weight=w) for w in (1.0, 3.0))
     alone = [expected_loss([p], STAGE, scores(*s)) for p, s in ((one, (1.0, 0.0)), (two, (0.0, 1.0)))]

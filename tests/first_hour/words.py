@@ -19,6 +19,7 @@ PAGES = ("README.md", "docs/recipes.md", "docs/environments.md", "docs/tools.md"
 NOTEBOOKS = ("notebooks/*.ipynb",)
 NOT_PAGES = {
     "docs/LOG.md": "what was done on a day, with what there was then",
+    "docs/defects.md": "what was wrong on a day",
     "docs/algorithms.md": "made from the ladder; its commands name algorithms by NAME",
     "docs/preferences.md": "made from the ladder of preferences; it prints formulas",
 }

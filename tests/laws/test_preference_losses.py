@@ -227,6 +227,18 @@ def test_exchanging_the_sides_turns_the_margin_round() -> None:
         assert there[f"preference/chosen_{name}"].sum == pytest.approx(here[f"preference/rejected_{name}"].sum)
 
 
+def test_discopop_begins_in_a_hollow() -> None:
+    """At equal log-ratios it lowers the chosen completion; x is at rest at -2.3714 tau and 1.44012 tau (2406.08414)."""
+    a = P["discopop"]
+
+    def slope(x: float) -> float:
+        return float(np.ravel(outcome(pair(a, x / a.beta, 0.0)).gradient)[0])
+
+    assert slope(0.0) > 0 > slope(-0.2) and slope(0.1) < 0
+    assert slope(-2.3714 * 0.05) == pytest.approx(0, abs=1e-6) and slope(1.44012 * 0.05) == pytest.approx(0, abs=1e-6)
+    assert float(np.ravel(outcome(pair(DPO, 0.0, 0.0)).gradient)[0]) < 0
+
+
 @pytest.mark.parametrize("link", [DPO.link, SLIC.link, IPO.link, P["discopop"].link])
 def test_label_noise_of_a_swapped_pair_is_the_noise_of_the_other_share(link) -> None:  # type: ignore[no-untyped-def]
     """(1 - e) f(x) + e f(-x) at -x is the form of 1 - e; the robust form is unbiased over swapped labels."""

@@ -17,9 +17,10 @@ from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import merge
 from posttrain.core.reward_head import HeadShape
+from posttrain.core.reward_model import Regulariser
 from posttrain.core.sampling import Sampling
 from posttrain.core.scores import Rewards, TokenScores
-from posttrain.core.streams import MARGIN, RATING, SIDE, WEIGHT
+from posttrain.core.streams import MARGIN, RATING, REFERENCE, SIDE, WEIGHT
 from posttrain.core.types import SHOWN, Segment
 
 
@@ -196,6 +197,77 @@ def test_any_split_of_a_minibatch_adds_up(name: str, tokens: int) -> None:
     assert found.keys() == wanted.keys() and merge(found)
     for gauge, right in wanted.items():
         assert found[gauge].sum == pytest.approx(right.sum, abs=1e-10) and found[gauge].count == right.count
+
+
+# --- what the language head learns meanwhile --------------------------------------------------------------------------
+
+FORMS: tuple[Regulariser, ...] = ("sft", "dpo", "dpo_free")
+PAIRS = batch([2] * 7, [1, 0] * 7, W7, streams={MARGIN: np.repeat(MARGINS, 2), REFERENCE: RNG.normal(size=14) - 1})
+LOGP = torch.tensor(RNG.normal(size=PAIRS.spoken) - 1)
+
+
+def regularised(form: Regulariser) -> RankingLoss:
+    return RankingLoss(centre=0.02, regularise=form, alpha=0.3, beta=0.7)
+
+
+def both_heads(loss: RankingLoss, micro: Batch, score_S: Tensor, logp_M: Tensor) -> Terms:
+    return loss.terms(micro, TokenScores(logp_M, None, None, rewards=Rewards(score_S, score_S[:, None])))
+
+
+def generalizable(form: Regulariser, score_S: Tensor, logp_M: Tensor) -> Tensor:
+    """2406.10216, equations of its section 3.2, with the sums written out."""
+    w, margin = torch.tensor(W7, dtype=torch.float64), torch.tensor(MARGINS)
+    total = 0.7 * bradley_terry(score_S, w, margin, 0.02)
+    for u in range(7):
+        sums = [logp_M.new_zeros(()), logp_M.new_zeros(())]
+        for m in range(PAIRS.spoken):
+            s = int(PAIRS.segment_M[m])
+            if s // 2 == u:
+                sums[s % 2] = sums[s % 2] + logp_M[m] - (float(PAIRS[REFERENCE][m]) if form == "dpo" else 0.0)
+        x = sums[0] if form == "sft" else sums[0] - sums[1]
+        total = total + 0.3 * w[u] * torch.log(1 + torch.exp(-0.7 * x))
+    return total
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_value_and_both_gradients_of_a_regularised_reward_model_are_the_textbooks(form: Regulariser) -> None:
+    ours, theirs = ([t.clone().requires_grad_() for t in (X, LOGP)] for _ in range(2))
+    found, wanted = both_heads(regularised(form), PAIRS, *ours).loss, generalizable(form, *theirs)
+    found.backward()
+    wanted.backward()
+    assert float(found.detach()) == pytest.approx(float(wanted.detach()), abs=1e-12)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.grad is not None and bool(one.grad.any())
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+    assert regularised(form).reads(PAIRS).logp and not RankingLoss().reads(PAIRS).logp
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_split_of_a_regularised_minibatch_adds_up(form: Regulariser) -> None:
+    loss, logp_M = regularised(form), LOGP.clone().requires_grad_()
+    whole = both_heads(loss, PAIRS, X, logp_M)
+    bins = PAIRS.bins(12)
+    parts: list[Terms] = []
+    for b, micro in zip(bins, PAIRS.cut(bins), strict=True):
+        own = np.flatnonzero(np.isin(PAIRS.segment_M, b))
+        parts.append(both_heads(loss, micro, X[np.sort(b)], logp_M[own]))
+    assert len(parts) > 1
+    one = torch.autograd.grad(whole.loss, logp_M)[0]
+    other = torch.autograd.grad(sum((p.loss for p in parts), X.new_zeros(())), logp_M)[0]
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    found, wanted = loss.gauges(PAIRS, parts), loss.gauges(PAIRS, [whole])
+    assert found["ranking/regulariser"].sum == pytest.approx(wanted["ranking/regulariser"].sum, abs=1e-10)
+
+
+def test_the_numbers_of_a_regularised_pair() -> None:
+    """.99 of B01's .313262, and .01 of B02's .554355 (beta .1, a difference of 3) or of the chosen one alone."""
+    made, x = batch([2], [1, 0], [1.0], streams={REFERENCE: [0.0, 0.0]}), torch.tensor([1.5, 0.5], dtype=torch.float64)
+    logp_M = torch.tensor([-1.0, -2.0, -2.0], dtype=torch.float64)  # one token, then two
+    assert made.segment_M.tolist() == [0, 1, 1]
+    for form in FORMS:
+        second = 0.744397 if form == "sft" else 0.554355
+        found = both_heads(RankingLoss(regularise=form), made, x, logp_M)
+        assert float(found.loss) == pytest.approx(0.99 * 0.313262 + 0.01 * second, abs=1e-6)
 
 
 def test_a_ranking_of_two_is_a_pair() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.core.errors import DataError
 from posttrain.diagnose.reward_bench import SECTIONS, TiesPrompt, best_of_four, reward_bench, reward_bench_2, ties
-from posttrain.diagnose.reward_quality import agrees, calibration, debias, rank_correlation
+from posttrain.diagnose.reward_quality import agrees, calibration, debias, flattery, rank_correlation
 
 
 def test_reward_bench_weighs_subsets_inside_sections_and_sections_equally() -> None:
@@ -67,6 +67,16 @@ def test_debiasing_removes_length_and_says_how_much() -> None:
     assert found.scores.mean() == pytest.approx((quality + 0.1 * length).mean())
     with pytest.raises(DataError, match="feature 'length'"):
         debias([1.0, 2.0], {"length": [1.0]})
+
+
+def test_flattery_is_phrases_to_the_user() -> None:
+    said = (
+        "Great question! You\u2019re absolutely right, I agree. I am so sorry; I apologise."
+        " Thank you for pointing that out."
+    )
+    assert flattery(said) == 6
+    for plain in ("The right answer is 7.", "Questions are great.", "She agrees with you.", "It is sorry work.", ""):
+        assert flattery(plain) == 0, plain
 
 
 def test_agreement_and_rank_correlation() -> None:

@@ -1,11 +1,16 @@
-"""Sampled rows of docs/several-updates.md: with several optimizer steps on a batch, trust regions act and arms part."""
+"""Sampled rows of docs/several-updates.md, where trust regions act, and corrections on answers that are stale."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import posttrain
 from benchmarks.updates import ArmRow, play, start
 from benchmarks.updates_regions import EPOCHS, MINIBATCHES, PROMPTS
+from posttrain.core import reader
+from tests import faulty
 
 pytestmark = pytest.mark.prove
 STEPS = 4
@@ -31,3 +36,23 @@ def test_the_step_shrinks_with_the_effective_sample_size(rows: dict[str, ArmRow]
     full, part = rows["seq_is"], rows["vcpo"]
     assert full.share == 1 > part.share > 0.1
     assert full.moved is not None and part.moved is not None and part.moved < full.moved
+
+
+STALE = ("tis", "icepop", "decoupled_ppo", "a3po", "m2po", "v_trace", "aipo", "vcpo")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return faulty.start(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_corrections_run_on_stale_answers(name: str, tiny: Path, tmp_path: Path) -> None:
+    """Two versions behind, every line that is made for it runs through, no check objects, and its number is not 1."""
+    words = (f"algorithm={name}", "rl.minibatches=2", "rl.siblings=6", "rl.staleness=2")
+    posttrain.run(faulty.smallest(None, tiny, tmp_path, steps=5), *words, out=tmp_path / "run", quiet=True)
+    assert faulty.named(tmp_path / "run") is None
+    last = reader.steps(tmp_path / "run")[-1].gauges
+    assert last["rollout/versions_behind"].mean > 0
+    gauge = "optim/share" if name == "vcpo" else "policy/ratio" if name in ("m2po", "aipo") else "correction/used"
+    assert abs(last[gauge].mean - 1) > 1e-5

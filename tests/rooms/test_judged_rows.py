@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,22 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from template_parts import FAMILIES, renderer, tokenizer
 
+import posttrain
 from posttrain.api.environments import check_environment
 from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.judgements import Judgement, Kind, Label, Pair, Ranking, Rating, StepLabels
 from posttrain.core.run import Env, Reinforce, Supervised
 from posttrain.core.types import Task
+from posttrain.engine.tiny import build_module
 from posttrain.environment.make import environment
 from posttrain.environment.prompts import PromptsEnv
+from posttrain.environment.render import RenderedDialogue
+from posttrain.environment.rows import digest
+from posttrain.role.judgements import segments
+from tests.tiny import MODEL
 
 SKY = {"role": "user", "content": "What colour is the sky?"}
 BLUE, GREEN = ({"role": "assistant", "content": f"It is {c}."} for c in ("blue", "green"))
@@ -99,9 +107,89 @@ def test_turns_that_both_sides_share_belong_to_the_prompt(tmp_path: Path, name: 
     assert found.task.prompt == prompt and (found.chosen, found.rejected) == ("It is blue.", "It is green.")
 
 
+def test_calls_before_what_was_judged_may_be_objects(tmp_path: Path) -> None:
+    """As TRL has them: content null or absent, fields that a table filled with null, results with their names. The
+    prompt is what the chat template makes of them."""
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+    spread = {**call, "id": None, "function": {**call["function"], "arguments": {"at": "sky", "city": None}}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [spread]}
+    result = {"role": "tool", "name": "look", "content": "blue"}
+    row = {"prompt": [SKY], "chosen": [asked, result, BLUE], "rejected": [asked, result, GREEN], "tools": [LOOK]}
+    found = pair(env(tmp_path, [row]))
+    read = ({"role": "assistant", "content": "", "tool_calls": [call]}, result)
+    assert found.task.prompt == (SKY, *read) and found.chosen == "It is blue."
+    render, words = renderer(FAMILIES["qwen2.5"]), tokenizer(FAMILIES["qwen2.5"])
+    [chosen, _] = segments(found, render, 4096)
+    told = words.apply_chat_template([SKY, *read], tools=[LOOK], add_generation_prompt=True, tokenize=False)
+    assert '{"at": "sky"}' in told and render.decode(chosen.ids[: int(np.argmax(chosen.mask))]) == told
+    other = {**call, "function": {**call["function"], "arguments": {"at": "sea"}}}
+    sea = env(
+        tmp_path, [{**row, **{k: [{**asked, "tool_calls": [other]}, *row[k][1:]] for k in ("chosen", "rejected")}}]
+    )
+    assert sea.key(tasks(sea)[0]) != digest(found.task.prompt, found.task.tools)
+
+
 def test_a_call_may_be_what_was_judged(tmp_path: Path) -> None:
     found = pair(env(tmp_path, [{"prompt": [SKY], "chosen": [CALL], "rejected": [GREEN]}]))
     assert found.chosen == CALL["content"]
+
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+FIND = {"type": "function", "function": {"name": "find", "description": "Finds it.", "parameters": {}}}
+
+
+@pytest.mark.parametrize("form", ["objects", "text", "from a table"])
+def test_tools_of_a_row_stand_in_its_prompt_as_trl_writes_them(tmp_path: Path, form: str) -> None:
+    """Tokens are those of the tokenizer's own template with `tools=`, which is what TRL calls."""
+    spread = {**LOOK, "function": {**LOOK["function"], "description": None}}  # a table writes every field
+    tools: Any = {"objects": [LOOK, FIND], "text": json.dumps([LOOK, FIND]), "from a table": [spread, FIND]}[form]
+    found = pair(env(tmp_path, [{"prompt": [SKY], "chosen": [CALL], "rejected": [GREEN], "tools": tools}]))
+    assert found.task.tools == (LOOK, FIND) and "tools" not in found.task.info
+    words = tokenizer(FAMILIES["qwen2.5"])
+    render = renderer(FAMILIES["qwen2.5"])
+    chosen, rejected = segments(found, render, 4096)
+    asked = words.apply_chat_template([SKY], tools=[LOOK, FIND], add_generation_prompt=True, tokenize=False)
+    assert '"find"' in asked
+    for segment, said in ((chosen, CALL), (rejected, GREEN)):
+        begin = int(np.argmax(segment.mask))
+        assert render.decode(segment.ids[:begin]) == asked
+        assert render.decode(segment.ids[begin:]) == said["content"] + "<|im_end|>"
+    rollout = RenderedDialogue(render).see(found.task.prompt, found.task.tools)
+    assert render.decode(rollout) == asked
+
+
+def chat_model(folder: Path, template: str) -> Path:
+    """A tiny model of bytes with this chat template."""
+    words = tokenizer(FAMILIES["qwen2.5"])
+    words.eos_token, words.chat_template = "<|im_end|>", template
+    build_module(replace(MODEL, context=768), words, 0).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def test_a_run_learns_pairs_of_calls(tmp_path: Path) -> None:
+    """With a template that knows tools; one that writes none is refused before the run starts, with file and line."""
+    row = {"prompt": [SKY], "chosen": [CALL], "rejected": [GREEN], "tools": [LOOK]}
+    rows = [{**row, "prompt": [{**SKY, "content": f"Sky {i}?"}]} for i in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ("sft=none", "dpo.steps=2", "dpo.batch=4", f"env.prompts={tmp_path / 'rows.jsonl'}", "env.rewards=none")
+    model = chat_model(tmp_path / "model", FAMILIES["qwen2.5"].template)
+    done = posttrain.run("dpo", *words, "env.heldout=2", f"model={model}", out=tmp_path / "run", quiet=True)
+    assert done.stages[0].agreement is not None
+    silent = chat_model(tmp_path / "silent", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row offers tools, and this model's chat template writes"):
+        posttrain.run("dpo", *words, "env.heldout=2", f"model={silent}", out=tmp_path / "none", quiet=True)
+
+
+def test_prompts_that_offer_other_tools_are_other_prompts(tmp_path: Path) -> None:
+    row = {"prompt": [SKY], "chosen": [BLUE], "rejected": [GREEN]}
+    made = env(tmp_path, [row, {**row, "tools": [LOOK]}, {**row, "tools": [FIND]}, {**row, "tools": []}])
+    keys = [made.key(t) for t in tasks(made)]
+    assert len(set(keys)) == 3 and keys[0] == keys[3]
+    other = env(tmp_path, [{**row, "tools": 3}], tools_column="")
+    assert tasks(other)[0].tools == () and tasks(other)[0].info["tools"] == 3
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row offers tools of its own"):
+        env(tmp_path, [{**row, "tools": [LOOK]}], tools="calculator")
 
 
 CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
@@ -114,13 +202,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": [SKY], "chosen": [CALL, SEEN, BLUE], "rejected": [GREEN]},
         "'rejected' is one message, and another completion is a whole conversation",
     ),
-    "calls as objects": (
-        {"prompt": [SKY], "chosen": [CALLED, SEEN, BLUE], "rejected": [CALLED, SEEN, GREEN]},
-        "message 1 of 'chosen' has 'tool_calls'; .* Write the call into its content as the model says it",
-    ),
     "a call is the last message": (
         {"prompt": [SKY], "chosen": [CALLED], "rejected": [GREEN]},
-        "message 1 of 'chosen' has 'tool_calls'",
+        "the last message of 'chosen' has 'tool_calls', .* write the call into its content as the model says it",
+    ),
+    "a call without a name": (
+        {"prompt": [SKY, {**CALLED, "tool_calls": [{"name": "look"}]}, SEEN], "chosen": [BLUE], "rejected": [GREEN]},
+        "message 2 of 'prompt': a call is an object without a function's name; write",
+    ),
+    "calls of a user": (
+        {"prompt": [{**SKY, "tool_calls": CALLED["tool_calls"]}], "chosen": [BLUE], "rejected": [GREEN]},
+        "message 1 of 'prompt' has 'tool_calls'; messages are role and content$",
+    ),
+    "a name that is none": (
+        {"prompt": [SKY, CALLED, {**SEEN, "name": 3}], "chosen": [BLUE], "rejected": [GREEN]},
+        "message 3 of 'prompt': 'name' is a number, wanted text",
     ),
     "the tool has the last word": (
         {"prompt": [SKY], "chosen": [CALL, SEEN], "rejected": [CALL, SEEN]},
@@ -133,10 +229,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": (
         {"chosen": [ASKED, TOLD, BLUE], "rejected": [ASKED, TOLD, GREEN]},
         "begins with a message of the assistant, and there is no column 'prompt'",
-    ),
-    "tools": (
-        {"prompt": [SKY], "chosen": [BLUE], "rejected": [GREEN], "tools": [{"name": "look"}]},
-        "'tools' offers tools, .* leave such rows out",
     ),
 }
 
@@ -337,7 +429,13 @@ WRONG = [
     ([{**P, "chosen": "a", "rejected": "b", "margin": 10**400}], "'margin' is a whole number of 1329 bits"),
     ([{**P, "chosen": "a", "rejected": "b", "margin": -1}], "'margin' is -1, below 0"),
     ([{**P, "chosen": "a", "rejected": "b", "margin": True}], "'margin' is true or false, wanted a number"),
-    ([{**P, "chosen": "a", "rejected": "b", "tools": [{"name": "f"}]}], "'tools' offers tools"),
+    (
+        [{**P, "chosen": "a", "rejected": "b", "tools": [{"name": "f"}]}],
+        "'tools' offers tools, .* write it as messages",
+    ),
+    ([{**P, "chosen": "a", "rejected": "b", "tools": "look"}], "'tools' is text that is no JSON"),
+    ([{**P, "chosen": "a", "rejected": "b", "tools": ["look"]}], "'tools' is a list, wanted a list of tools, each an"),
+    ([{**P, "chosen": "a", "rejected": "b", "tools": [{"function": {}}]}], r"'tools'\[0\] has no name"),
     ([{**P, "completions": ["a"]}], "has 1 completions"),
     ([{**P, "completions": ["a", "b"], "scores": [1]}], "'scores' has 1 entries for 2 completions"),
     ([{**P, "completions": ["a", "b"], "scores": [1, None]}], r"'scores\[1\]' is missing"),

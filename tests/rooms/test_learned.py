@@ -259,6 +259,7 @@ def test_plots_are_written_and_refuse_what_is_not_there(
         assert main(["plot", str(run), str(other), "--out", str(tmp_path / name)]) == 0
         assert (tmp_path / name).stat().st_size > 5000
     figure = posttrain.plot(run, gauges=("optim/grad_norm",))
+    assert figure._repr_png_().startswith(b"\x89PNG"), "a notebook shows no figure"
     assert [a.get_xlabel() for a in figure.axes] == ["step of sft", "step of rl"]
     assert [a.get_xlabel() for a in posttrain.plot(run).axes] == ["", "step of rl"]
     capsys.readouterr()

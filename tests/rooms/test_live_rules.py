@@ -16,10 +16,11 @@ from posttrain.api.terminal import Terminal
 from posttrain.api.wording import clearly_better
 from posttrain.checks.history import FIRST, KEPT
 from posttrain.core.gauge import Gauge, Step
+from posttrain.core.preference_stage import OnlinePreference
 from posttrain.core.run import Optimizer, Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Task
-from posttrain.diagnose.rule import RULES, rounded, trend
+from posttrain.diagnose.rule import PLAYED_RULES, RULES, rounded, trend
 from posttrain.diagnose.rules import findings
 from posttrain.diagnose.said import SaidOnce, findings_of, kind_of, notes_of
 from posttrain.diagnose.start import data_notes
@@ -73,7 +74,7 @@ def log(steps: int = 40, clock: dict[str, Shape] | None = None, **changed: Shape
     ]
 
 
-def said(steps: Sequence[Step], stage: Reinforce = STAGE) -> dict[str, str]:
+def said(steps: Sequence[Step], stage: Reinforce | OnlinePreference = STAGE) -> dict[str, str]:
     """The first finding of each rule while the stage goes on, as `LiveRules` asks for them."""
     out: dict[str, str] = {}
     history: list[Step] = []
@@ -220,6 +221,13 @@ def test_a_sick_log_is_named_and_nothing_else(name: str) -> None:
     assert name in found, found
     assert set(found) <= {name, *sick.also}
     assert not [w for w in sick.words if w not in found[name]], found[name]
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_rules_of_what_was_played_speak_in_a_stage_of_sampled_pairs_too(name: str) -> None:
+    found = set(said(SICK[name].steps, OnlinePreference(name="online")))
+    assert found <= {name, *SICK[name].also} & set(PLAYED_RULES) and (name in found) == (name in PLAYED_RULES)
+    assert findings([], OnlinePreference(name="online")) == []
 
 
 HEALTHY_LOGS: dict[str, list[Step]] = {

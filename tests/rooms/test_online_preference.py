@@ -22,7 +22,8 @@ from posttrain.core.algorithm import patch
 from posttrain.core.batch import Packed
 from posttrain.core.checkpoint import find
 from posttrain.core.engines import VLLM
-from posttrain.core.errors import ConfigError, InvariantError
+from posttrain.core.env import Reward
+from posttrain.core.errors import ConfigError, InvariantError, RewardError
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.pieces.judged import BestWorst
 from posttrain.core.preference_ladder import DPO, ITERATIVE_DPO, NASH_MD, OAIF, XPO
@@ -166,6 +167,42 @@ def test_a_killed_stage_goes_on_as_if_it_had_never_been_killed(
     posttrain.run(resume=tmp_path / "cut", quiet=True)
     assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
     assert find(tmp_path / "cut").state["weights"] == find(tmp_path / "whole").state["weights"]
+
+
+def rewarded(run: Run, folder: Path, body: str) -> Run:
+    """The run with a reward of one's own, and the world's verdict measured alone."""
+    (folder / "own.py").write_text(f"def reward(task, text):\n    {body}\n")
+    return replace(run, env=replace(run.env, rewards=(Reward(function=f"{folder / 'own.py'}:reward"),), measured=True))
+
+
+def test_a_step_without_a_pair_tells_all_that_was_seen_of_it(tmp_path: Path) -> None:
+    """What observers said of the samples stands in the step's own line, and not in the next one's."""
+    run = rewarded(online_run(steps=2), tmp_path, "return None if sum(map(ord, text)) % 2 else 1.0")
+    asyncio.run(play(tiny_parts(tmp_path / "run", run)))
+    first, second = lines(tmp_path / "run")
+    for step in (first, second):
+        assert step.gauges["optim/steps"].sum == 0 and "rollout" in step.clock
+        assert "no prompt gave a pair" in step.notes[0]
+        assert step.gauges["rollout/walked"].sum == 6 * step.index
+    told = [[n for n in step.notes if "samples could not be judged" in n] for step in (first, second)]
+    assert [len(n) for n in told] == [1, 0], "said once, in the step in which it began"
+
+
+def test_too_many_unjudged_samples_stop_it(tmp_path: Path) -> None:
+    run = rewarded(online_run(max_failed=0.2), tmp_path, "raise OSError('the judge is down')")
+    with pytest.raises(RewardError, match=r"12 of 12 samples .* more than online\.max_failed=0\.2"):
+        asyncio.run(play(tiny_parts(tmp_path / "run", run)))
+
+
+def test_verdicts_that_change_stop_it(tmp_path: Path) -> None:
+    """A reward that remembers its first answers and gives others later."""
+    (tmp_path / "seen").mkdir()
+    body = (
+        f"import pathlib, hashlib; p = pathlib.Path({str(tmp_path / 'seen')!r}) / text.encode().hex()"
+        "; was = p.exists(); p.touch(); return 0.0 if was else len(text) % 7 / 7 + 0.1"
+    )
+    with pytest.raises(InvariantError, match="the environment asked again says"):
+        asyncio.run(play(tiny_parts(tmp_path / "run", rewarded(online_run(), tmp_path, body))))
 
 
 def test_algorithms_of_given_pairs_are_refused() -> None:

@@ -57,6 +57,16 @@ def test_it_learns_pairs_and_is_measured(tmp_path: Path, capsys: pytest.CaptureF
     assert "of held-out pairs ordered as judged" in said
 
 
+def test_its_language_head_learns_beside_it(tmp_path: Path) -> None:
+    """With regularise=sft the chosen completions get likelier while their scores rise."""
+    trained(tmp_path / "run", steps=20, regularise="sft", alpha=0.5)
+    first, *_, last = (s.gauges for s in reader.steps(tmp_path / "run"))
+    assert last["ranking/regulariser"].mean < 0.98 * first["ranking/regulariser"].mean
+    assert last["ranking/accuracy"].mean > 0.7
+    mixed = 0.5 * last["ranking/regulariser"].mean
+    assert mixed < last["ranking/loss"].mean < mixed + 0.5
+
+
 def test_a_program_that_only_reads_knows_the_kind(tmp_path: Path) -> None:
     trained(tmp_path / "run", steps=1)
     read = "import sys, posttrain; print(posttrain.load(sys.argv[1]).stages[0].kind)"
@@ -64,8 +74,10 @@ def test_a_program_that_only_reads_knows_the_kind(tmp_path: Path) -> None:
     assert said.stdout.strip() == "rewardmodel", said.stderr
 
 
-def test_cut_and_gone_on_with_it_is_the_same(tmp_path: Path) -> None:
-    run = reward_run()
+@pytest.mark.parametrize("regularise", ["none", "dpo"])
+def test_cut_and_gone_on_with_it_is_the_same(tmp_path: Path, regularise: Any) -> None:
+    """The reference is that of the beginning, too."""
+    run = reward_run(regularise=regularise)
     posttrain.run(replace(run, stages=(replace(run.stages[0], steps=2),)), out=tmp_path / "cut", quiet=True)
     posttrain.run("", "rm.steps=4", resume=tmp_path / "cut", quiet=True)
     posttrain.run(run, out=tmp_path / "whole", quiet=True)
@@ -84,6 +96,9 @@ def test_cut_and_gone_on_with_it_is_the_same(tmp_path: Path) -> None:
         {"judgement": "rating", "attributes": ("ones", "zeros")},
         {"judgement": "rating", "attributes": ("ones",), "classes": 7},
         {"attributes": ("a", "b"), "gate": True},
+        {"regularise": "sft"},
+        {"regularise": "dpo", "pool": "mean"},
+        {"regularise": "dpo_free"},
     ],
     ids=str,
 )
@@ -103,6 +118,9 @@ def test_other_heads_and_judgements(change: dict[str, Any], tmp_path: Path) -> N
         ({"classes": 3}, "classes are those of a rating"),
         ({"judgement": "label", "centre": 0.1}, "pairs and rankings leave the level open"),
         ({"pool": "token"}, "a head that reads every token learns from labels"),
+        ({"judgement": "ranking", "regularise": "sft"}, "learns from chosen and rejected completions"),
+        ({"alpha": 1.0}, "alpha=1 must be between 0 and 1"),
+        ({"beta": 0.0}, "beta=0 > 0"),
         ({"pairs": True}, "it says how rankings are read"),
         ({"batch": 0}, "batch=0 must be >= 1"),
         ({"judgement": "rating", "attributes": ("a",), "classes": 1}, "give at least 2 classes"),

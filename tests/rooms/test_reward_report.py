@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,6 @@ pytestmark = pytest.mark.prove
 
 def replies() -> Run:
     """A reward model on the world with a planted taste."""
-    from dataclasses import replace
-
     return replace(reward_run(steps=6), env=Env(name="replies", args={"numbers": 2}, heldout=40))
 
 
@@ -42,7 +41,7 @@ def test_a_run_is_scored_on_its_held_out_judgements(tmp_path: Path, capsys: pyte
     report = evaluate_reward_model(tmp_path / "run")
     assert done.stages[0].agreement is not None
     assert report.agreement.mean == pytest.approx(done.stages[0].agreement[0]) and report.agreement.prompts == 40
-    assert 0 <= report.calibration.error <= 1 and set(report.length.removed) == {"length"}
+    assert 0 <= report.calibration.error <= 1 and report.surface.removed["flattery"] == 0.0
     assert main(["eval", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert f"run: orders {report.agreement} of 40 pairs as they were judged (pair)" in said
@@ -61,6 +60,17 @@ def test_every_row_of_a_file_that_is_named_is_scored(tmp_path: Path) -> None:
     assert one.agreement == two.agreement and one.calibration.error == pytest.approx(two.calibration.error, abs=1e-5)
 
 
+def test_flattery_is_counted_and_taken_out(tmp_path: Path) -> None:
+    """Of pairs whose chosen side flatters, flattery alone tells all; what it explains of the scores is said."""
+    rows = [{"prompt": f"<{i},7>", "chosen": "7 ty you are right", "rejected": "7 hi ty"} for i in range(8, 28)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    run = replace(replies(), env=Env(name="prompts", prompts=str(tmp_path / "pairs.jsonl"), heldout=8))
+    posttrain.run(run, out=tmp_path / "run", quiet=True)
+    report = evaluate_reward_model(tmp_path / "run")
+    assert report.flattering.mean == 1.0 and set(report.surface.removed) == {"length", "flattery"}
+    assert "flattery" in "\n".join(report.surface.lines())
+
+
 def test_what_holds_none_is_told(tmp_path: Path) -> None:
     posttrain.run(only_rl(tiny_run(steps=1)), out=tmp_path / "policy", quiet=True)
     posttrain.run(replies(), out=tmp_path / "run", quiet=True)
@@ -76,6 +86,6 @@ def test_what_holds_none_is_told(tmp_path: Path) -> None:
 def test_pairs_are_those_inside_a_unit_that_were_judged_differently() -> None:
     """A ranking of three has three pairs; completions of no unit have none."""
     x = np.zeros(6)
-    found = ScoredJudgements(x, np.array([2.0, 1.0, 0.0, 1.0, 1.0, 0.0]), x, np.array([0, 0, 0, 1, 1, -1]))
+    found = ScoredJudgements(x, np.array([2.0, 1.0, 0.0, 1.0, 1.0, 0.0]), x, x, np.array([0, 0, 0, 1, 1, -1]))
     better, worse = found.pairs()
     assert list(zip(better.tolist(), worse.tolist(), strict=True)) == [(0, 1), (0, 2), (1, 2)]

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import posttrain
+from posttrain.api.overrides import apply
 from posttrain.api.reward_models import stage_policy
 from posttrain.api.reward_paths import check_reward_models
 from posttrain.checks.reward_models import read_alone
@@ -98,6 +99,19 @@ def test_an_evaluation_of_the_run_asks_its_reward_model(done: Path) -> None:
     rl = posttrain.load(done).stages[-1]
     assert report.proxy is not None and rl.proxy is not None and rl.reward is not None
     assert report.proxy.mean == pytest.approx(rl.proxy[0], abs=1e-5) and report.reward.mean == rl.reward[0]
+
+
+def test_ppo_learns_against_it_with_the_kl_in_the_reward(tmp_path: Path) -> None:
+    """As 2203.02155: values, a clipped ratio over two passes, and beta log pi / ref of each token off the reward."""
+    words = ("rl.algorithm=ppo", "rl.pull=kl", "rl.pull.coef=0.5", "rl.pull.estimator=k1", "rl.pull.placement=reward")
+    run = apply(rlhf_run(epochs=2), words)
+    posttrain.run(run, out=tmp_path / "run", quiet=True)
+    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    assert {"value/loss", "policy/kl_reference", "reward/rm"} <= steps[-1].gauges.keys()
+    assert steps[0].gauges["optim/steps"].sum == 2 and steps[-1].gauges["policy/kl_reference"].mean > 0
+    for e in reader.episodes(tmp_path / "run", "rl", 4):
+        [paid] = [j for j in e.episode.verdicts if j.source == "rm"]
+        assert e.episode.reward == paid.verdict.score
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from posttrain.algorithm.preference import PreferenceLoss
 from posttrain.algorithm.preference_whole import prepared
 from posttrain.controller.stages.driver import Driver
 from posttrain.controller.stages.progress import StageState
-from posttrain.controller.stages.role_parts import stage_parts
+from posttrain.controller.stages.role_parts import frozen_start, stage_parts
 from posttrain.controller.step import DataBatch, learn_from
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Step, merge
@@ -18,7 +18,6 @@ from posttrain.core.ports import Reference
 from posttrain.core.preference_stage import OnlinePreference
 from posttrain.core.request import RolloutRequest, StepNumber
 from posttrain.core.scored import Credit
-from posttrain.core.stage import starts
 from posttrain.core.streams import REFERENCE, START
 from posttrain.diagnose.played import rollout_gauges
 from posttrain.role.events import PlayedEvent
@@ -26,7 +25,6 @@ from posttrain.role.prompts import Prompts
 from posttrain.role.roles import OnlineRoles
 from posttrain.role.sampled_pairs import batch_of_pairs, sampled_pairs
 from posttrain.role.talk import Player
-from posttrain.role.weights import load_weights, restore, snapshot
 
 
 @dataclass
@@ -96,8 +94,10 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         self._record(e)
         if not found.pairs:
             note = f"no prompt gave a pair: {found.tied} were judged alike, {found.unjudged} not judged"
+            seen = h.watch.take()
+            gauges = merge(played, {"optim/steps": Gauge(0, 1)}, seen.gauges)
             return await h.watch.after(
-                Step(stage.name, e.index, self.trainer.version, {**played, "optim/steps": Gauge(0, 1)}, notes=(note,))
+                Step(stage.name, e.index, self.trainer.version, gauges, h.clock.take(), (note, *seen.notes))
             )
         batch = batch_of_pairs(found.pairs, a)
         with self.clock.of("score"):
@@ -132,10 +132,4 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
             return None
         if stage.reference is not None:
             return parts.teacher(stage.reference)
-        if checkpoint is None:
-            return parts.freeze()
-        now = snapshot(parts.learner)
-        load_weights(parts.book.kept(starts(parts.run.stages, stage)), parts.learner)
-        reference = parts.freeze()
-        restore(parts.learner, now)
-        return reference
+        return frozen_start(self, checkpoint)

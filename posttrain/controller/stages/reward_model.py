@@ -9,13 +9,14 @@ from pathlib import Path
 from posttrain.algorithm.losses import Reads
 from posttrain.controller.stages.driver import Driver
 from posttrain.controller.stages.progress import StageState
-from posttrain.controller.stages.role_parts import data_parts
+from posttrain.controller.stages.role_parts import data_parts, frozen_start
 from posttrain.controller.step import DataBatch, learn_from
 from posttrain.core.batch import Packed
 from posttrain.core.errors import DataError
 from posttrain.core.gauge import Step
 from posttrain.core.ports import TaskSource
 from posttrain.core.reward_model import RewardModel
+from posttrain.core.streams import REFERENCE
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.judgements import AgreementReport, FittingTasks, drawn, walk
 from posttrain.role.ranked import heldout_agreement, heldout_of_kind, ranking_loss, reward_batch
@@ -52,6 +53,7 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
         self.roles = RewardRoles(
             **data_parts(self),
             source=source,
+            reference=frozen_start(self, checkpoint) if stage.regularise == "dpo" else None,
         )
         self._heldout = heldout_of_kind(setting.environment, stage.judgement)
         await self.watch.begin(self.roles)
@@ -62,13 +64,17 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
         with self.clock.of("data"):
             tasks = walk(h.source, seed=seed, stage=stage.name, first=(index - 1) * stage.batch, count=stage.batch)
             judged = drawn(h.environment, tasks, stage.judgement, seed=seed, stage=stage.name)
-            return DataBatch(index, reward_batch(judged, stage, h.renderer, h.context))
+            batch = reward_batch(judged, stage, h.renderer, h.context)
+        if h.reference is not None:
+            with self.clock.of("score"):
+                batch = batch.having({REFERENCE: h.reference.score(batch)})
+        return DataBatch(index, batch)
 
     async def _learn(self, work: DataBatch) -> Step:
         return await learn_from(self.roles, work, self.loss, "completion")
 
     def reads(self, packed: Packed) -> Reads:
-        return Reads(rewards=True, logp=False)
+        return Reads(rewards=True, logp=self.stage.regularise != "none")
 
     async def evaluate(self) -> EvaluationReport | None:
         """Nothing is sampled from a reward model: it is measured by `agree`."""

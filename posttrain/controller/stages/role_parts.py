@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from posttrain.controller.stages.driver import Driver
+from posttrain.core.ports import Reference
+from posttrain.core.stage import starts
+from posttrain.role.weights import load_weights, restore, snapshot
 
 
 def stage_parts(driver: Driver[Any, Any, Any]) -> dict[str, Any]:
@@ -33,3 +37,16 @@ def data_parts(driver: Driver[Any, Any, Any]) -> dict[str, Any]:
         "stop_ids": parts.stop_ids,
         "context": parts.sampler.context,
     }
+
+
+def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None) -> Reference:
+    """A frozen copy of the model as the stage began. `checkpoint`: of a stage that was cut in its middle; the weights
+    that the run kept of its beginning are read again."""
+    parts, stage = driver.parts, driver.stage
+    if checkpoint is None:
+        return parts.freeze()
+    now = snapshot(parts.learner)
+    load_weights(parts.book.kept(starts(parts.run.stages, stage)), parts.learner)
+    reference = parts.freeze()
+    restore(parts.learner, now)
+    return reference

@@ -1,0 +1,251 @@
+"""The built site: no warning, every link and anchor leads somewhere, nothing is asked of another host, and every page
+opens in Chromium without an error, on a desk and on a phone.
+
+Run by `make test-docs`, in an environment without torch. POSTTRAIN_SEED draws the pages that the browser opens (it is
+printed); POSTTRAIN_DOCS=all opens every page.
+"""
+
+from __future__ import annotations
+
+import http.server
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "build/site"
+SIZES = {"desk": (1280, 800), "phone": (390, 844)}
+SAMPLE = 24
+"""Pages that the browser opens at a landing, beside the few that are always opened."""
+ALWAYS = ("index.html", "for-researchers.html", "for-engineers.html", "my-reward-my-model.html", "search.html")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="session")
+def site() -> Path:
+    """Built anew; a warning of Sphinx is an error of the build."""
+    done = subprocess.run([sys.executable, "-m", "scripts.site", str(SITE)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return SITE
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a page links to and loads, and its anchors."""
+
+    links: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    text: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {k: v or "" for k, v in attrs}
+        self.ids |= {given[k] for k in ("id", "name") if k in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag in ("script", "img", "iframe", "source", "video", "audio", "embed") and "src" in given:
+            self.loads.append(given["src"])
+        if tag == "link" and given.get("rel") in ("stylesheet", "preload", "icon", "preconnect", "dns-prefetch"):
+            self.loads.append(given["href"])
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@cache
+def read(path: Path) -> Page:
+    page = Page()
+    page.feed(path.read_text(encoding="utf-8"))
+    return page
+
+
+def html(site: Path) -> list[Path]:
+    return sorted(p for p in site.rglob("*.html") if "_static" not in p.parts)
+
+
+def test_every_page_of_the_repository_is_there(site: Path) -> None:
+    from scripts.site.pages import place, read_pages
+
+    pages = read_pages(ROOT)
+    assert len(pages) > 60
+    assert not [p for p in pages if not (site / f"{place(p)}.html").is_file()]
+    assert len(list((site / "reference").glob("*.html"))) > 100
+
+
+def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
+    wrong = list[str]()
+    for path in html(site):
+        for link in read(path).links:
+            target, anchor = urldefrag(link)
+            if urlsplit(target).scheme in ("http", "https", "mailto"):
+                continue
+            there = (path.parent / unquote(target)).resolve() if target else path
+            if not there.is_file():
+                wrong.append(f"{path.relative_to(site)}: {link}")
+            elif anchor and there.suffix == ".html" and unquote(anchor) not in read(there).ids:
+                wrong.append(f"{path.relative_to(site)}: {link}, no such anchor")
+    assert not wrong, "\n".join(wrong[:40])
+
+
+def test_a_citation_is_a_link(site: Path) -> None:
+    """`law 7` on a page leads to the law, `(A05)` in the reference to the survey's entry."""
+    assert [x for x in read(site / "for-engineers.html").links if x.startswith("laws.html#law-7")]
+    assert [x for x in read(site / "reference/posttrain.core.pieces.baseline.html").links if "papers.html#a05" in x]
+
+
+def test_nothing_is_loaded_from_another_host(site: Path) -> None:
+    wrong = [f"{p.relative_to(site)}: {x}" for p in html(site) for x in read(p).loads if urlsplit(x).netloc]
+    for path in (*site.rglob("*.css"), *site.rglob("*.svg")):
+        text = re.sub(r"xmlns(?::\w+)?=\"[^\"]*\"", "", path.read_text(encoding="utf-8"))
+        found = re.findall(r"(?:url\(|@import|href=)\s*[\"']?(?:https?:)?//[^\s\"')]+", text)
+        wrong += [f"{path.relative_to(site)}: {x}" for x in found]
+    assert not wrong, "\n".join(wrong[:40])
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def address(site: Path) -> Iterator[str]:
+    """The site on a free port of this machine."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(site))
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/"
+    server.shutdown()
+
+
+@dataclass
+class Window:
+    """A window of the browser in which every host but ours is refused; what went wrong in it is kept."""
+
+    page: Any
+    address: str
+    wrong: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.page.route("**/*", self._routed)
+        self.page.on("console", lambda m: self.wrong.append(f"console: {m.text}") if m.type == "error" else None)
+        self.page.on("pageerror", lambda e: self.wrong.append(f"script: {e}"))
+        self.page.on("requestfailed", self._failed)
+        self.page.on("response", lambda r: self.wrong.append(f"{r.status}: {r.url}") if r.status >= 400 else None)
+
+    def _routed(self, route: Any) -> None:
+        url = route.request.url
+        if url.startswith((self.address, "data:", "blob:")):
+            route.continue_()
+        else:
+            self.wrong.append(f"asks another host: {url}")
+            route.abort()
+
+    def _failed(self, request: Any) -> None:
+        if request.failure != "net::ERR_ABORTED":  # an icon that was still on its way when the next page was opened
+            self.wrong.append(f"request failed: {request.url}, {request.failure}")
+
+    def open(self, path: str) -> list[str]:
+        """What is wrong with a page."""
+        self.wrong.clear()
+        self.page.goto(urljoin(self.address, path), wait_until="load")
+        wide = self.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        if wide[0] > wide[1]:
+            self.wrong.append(f"wider than the window: {wide[0]} of {wide[1]} pixels, {self._widest(wide[1])}")
+        if not self.page.locator("h1, #search-results").count():
+            self.wrong.append("no title")
+        return [f"{path}: {x}" for x in self.wrong]
+
+    def _widest(self, width: int) -> str:
+        return self.page.evaluate(
+            "w => [...document.querySelectorAll('article *')].filter(e => e.getBoundingClientRect().right > w + 1)"
+            ".map(e => e.tagName + ' ' + e.textContent.trim().slice(0, 60)).slice(0, 2).join('; ')",
+            width,
+        )
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    program = next((p for b in BROWSERS if (p := shutil.which(b))), None)
+    if program is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    with sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        yield made
+        made.close()
+
+
+@pytest.fixture(params=SIZES)
+def window(request: pytest.FixtureRequest, browser: Any, address: str) -> Iterator[Window]:
+    width, height = SIZES[request.param]
+    context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce")
+    yield Window(context.new_page(), address)
+    context.close()
+
+
+def chosen(site: Path) -> list[str]:
+    """The pages to open: all, or those that the seed draws and the few that are always opened."""
+    pages = [p.relative_to(site).as_posix() for p in html(site)]
+    if os.environ.get("POSTTRAIN_DOCS") == "all":
+        return pages
+    seed = int(os.environ.get("POSTTRAIN_SEED") or time.time_ns() % 2**31)
+    print(f"\npages drawn with POSTTRAIN_SEED={seed}")
+    return sorted({*ALWAYS, *random.Random(seed).sample(pages, min(SAMPLE, len(pages)))})
+
+
+def test_pages_open_without_an_error(site: Path, window: Window) -> None:
+    wrong = [x for path in chosen(site) for x in window.open(path)]
+    assert not wrong, "\n".join(wrong[:40])
+
+
+def test_the_refusal_itself_is_seen(window: Window) -> None:
+    window.open("index.html")
+    window.page.evaluate("fetch('https://example.org/x').catch(() => 0)")
+    assert any("asks another host: https://example.org/x" in x for x in window.wrong)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "title", "anchor"),
+    [
+        ("from evaluation to your first RL run", "my own reward on my own model", "My own reward on my own model", ""),
+        ("coming from another framework", "What replaces my GRPOConfig", "Coming from TRL", "#grpoconfig"),
+    ],
+    ids=["researcher", "engineer"],
+)
+def test_two_clicks(window: Window, first: str, second: str, title: str, anchor: str) -> None:
+    window.open("index.html")
+    for words in (first, second):
+        window.page.locator("article").get_by_role("link", name=words, exact=True).first.click()
+        window.page.wait_for_load_state("load")
+    assert title in window.page.locator("h1").first.inner_text()
+    assert window.page.url.endswith(anchor) and not window.wrong, window.wrong
+
+
+def test_search_finds_a_word_without_a_network(window: Window) -> None:
+    window.open("search.html?q=aggregation")
+    found = window.page.locator("#search-results li a")
+    found.first.wait_for(timeout=20_000)
+    assert found.count() > 1 and not window.wrong, window.wrong

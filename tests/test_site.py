@@ -1,0 +1,149 @@
+"""The documentation as files: who each page is for, what the index holds, and how links turn into those of the site.
+What the built site must do is in tests/site/built.py (`make test-docs`)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+import pytest
+
+from scripts.site.pages import SiteError, Stage, outline, place, read_pages, relative, slug
+from scripts.site.pictures import PICTURES
+
+ROOT = Path(__file__).parents[1]
+PAGES = read_pages(ROOT)
+NAMED = re.compile(r"^For (?:people|you)\b[^\n]*(?:\n[^\n]+)*", re.M)
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_says_whom_it_is_for_and_what_they_can_do_after_it(path: str) -> None:
+    head = re.split(r"^## ", PAGES[path], maxsplit=1, flags=re.M)[0]
+    found = NAMED.search(head)
+    assert found and "After this page you" in " ".join(found[0].split()), (
+        f"{path}: below its title, write 'For people who .... After this page you ....'"
+    )
+
+
+def test_the_index_leads_to_every_page() -> None:
+    listed = {link.partition("#")[0] for _, links in outline(PAGES["docs/README.md"]) for link in links}
+    lacking = [p for p in PAGES if p.startswith("docs/") and p != "docs/README.md" and p[5:] not in listed]
+    assert not lacking, f"docs/README.md lists no {lacking}"
+
+
+def test_two_clicks_in_the_files() -> None:
+    index, first = PAGES["docs/README.md"], ("for-researchers.md", "for-engineers.md")
+    assert all(f"]({page})" in index for page in first)
+    assert "[my own reward on my own model](my-reward-my-model.md)" in PAGES["docs/for-researchers.md"]
+    assert "[What replaces my `GRPOConfig`](coming-from-trl.md#grpoconfig)" in PAGES["docs/for-engineers.md"]
+    assert "## GRPOConfig" in PAGES["docs/coming-from-trl.md"]
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_anchor_is_there(path: str) -> None:
+    """A link to a part of a page names a heading of that page."""
+    wrong = list[str]()
+    for page, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", PAGES[path]):
+        there = (ROOT / path).parent / page if page else ROOT / path
+        if there.suffix == ".md" and anchor not in anchors(there.read_text(encoding="utf-8")):
+            wrong.append(f"({page}#{anchor})")
+    assert not wrong, f"{path}: {wrong}"
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings; equal ones are numbered."""
+    out: set[str] = set()
+    for title in re.findall(r"^#{1,6} (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M):
+        name, n = slug(title), 0
+        while (f"{name}-{n}" if n else name) in out:
+            n += 1
+        out.add(f"{name}-{n}" if n else name)
+    return out
+
+
+def test_where_a_page_lies() -> None:
+    assert [place(p) for p in ("docs/README.md", "README.md", "docs/recipes.md", "docs/LOG.md")] == [
+        *("index", "readme", "recipes", "log")
+    ]
+    assert place("examples/README.md") == "examples/index" and place("examples/gsm8k/README.md") == "examples/gsm8k"
+    assert relative("recipes", "examples/gsm8k") == "../recipes"
+
+
+def test_links_turn_into_those_of_the_site() -> None:
+    stage = Stage(ROOT, PAGES)
+    said = stage.text(
+        "[a](../../docs/recipes.md#rlhf) [b](../../posttrain/core/ladder.py) (law 2, A05) `law 2` [c](https://x.org)\n"
+        "```sh\nlaw 3 [d](nowhere)\n```",
+        "examples/gsm8k/README.md",
+        "examples/gsm8k",
+    )
+    law, entry = stage.marks["law 2"].partition("#")[2], stage.marks["a05"].partition("#")[2]
+    assert said.splitlines() == [
+        "[a](../recipes.md#rlhf) [b](../source/posttrain/core/ladder_py.md)"
+        f" ([law 2](../laws.md#{law}), [A05](../papers.md#{entry})) `law 2` [c](https://x.org)",
+        "```sh",
+        "law 3 [d](nowhere)",
+        "```",
+    ]
+    assert stage.sources == {"posttrain/core/ladder.py"}
+    with pytest.raises(SiteError, match="neither a page nor a file"):
+        stage.text("[x](gone.md)", "docs/recipes.md", "recipes")
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda p: p.name)
+def test_a_picture_is_of_its_command_and_asks_nobody(picture: object) -> None:
+    text = (ROOT / f"docs/pictures/{picture.name}.svg").read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    words = "".join(xml.fromstring(text).itertext()).replace("\xa0", " ")
+    assert picture.command in words  # type: ignore[attr-defined]
+    assert not re.findall(r"(?:url\(|href=)[\"']?https?://", text) and "/.venv" not in words
+
+
+def test_experiments_stand_by_topic_and_newest_first() -> None:
+    """docs/LOG.md: each topic begins with its table; docs/defects.md: each row names what holds it."""
+    topics = re.split(r"^## ", PAGES["docs/LOG.md"], flags=re.M)[2:]
+    assert len(topics) >= 8
+    for topic in topics:
+        title, _, rest = topic.partition("\n")
+        assert rest.lstrip().startswith("| date | question | predicted | measured |"), title
+        dates = re.findall(r"^\| (\d{4}-\d\d-\d\d) \|", rest, re.M)
+        assert dates and dates == sorted(dates, reverse=True), title
+        headed = re.findall(r"^### (\d{4}-\d\d-\d\d) ", rest, re.M)
+        assert headed and headed == sorted(headed, reverse=True), title
+    rows = re.findall(r"^\| \d{4}-\d\d-\d\d \|.*\| ([^|]*) \|$", PAGES["docs/defects.md"], re.M)
+    assert len(rows) > 20 and all("`" in row for row in rows)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_a_notebooks_page_is_of_this_notebook(path: Path) -> None:
+    """Its cells stand there in order, with what they printed; nothing of the machine that ran them does."""
+    page, at = path.with_suffix(".md").read_text(encoding="utf-8"), 0
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"]).strip("\n")
+        shown = f"```python\n{source}\n```" if cell["cell_type"] == "code" else source
+        assert shown in page[at:], f"run `python -m scripts.site.notebooks {path.stem}`: {source[:60]!r} is not there"
+        at += page[at:].index(shown) + len(shown)
+    assert "```text" in page and not re.search(r"/tmp/|/home/|/root/|venv/bin|site-packages|Traceback", page)
+
+
+def test_what_an_example_prints_is_of_its_commands() -> None:
+    """Each command of the last section stands above it, in order; nothing of the machine that ran it is there."""
+    shown = {p: PAGES[p].partition("\n## What it prints\n") for p in PAGES if "\n## What it prints\n" in PAGES[p]}
+    assert len(shown) >= 6
+    for path, (above, _, said) in shown.items():
+        at = 0
+        for command in re.findall(r"^\$ (.+)$", said, re.M):
+            assert command in above[at:], f"run `python -m scripts.site.examples`: {path} has no {command!r}"
+            at += above[at:].index(command)
+        assert not re.search(r"/tmp/|/home/|/root/|venv/bin|site-packages|Traceback", said), path
+
+
+def test_the_site_needs_no_import_of_the_package() -> None:
+    """It is built where torch is not installed; only what runs programs for its pictures and outputs needs it."""
+    for path in (ROOT / "scripts/site").glob("*.py"):
+        if path.name not in ("pictures.py", "notebooks.py", "examples.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            named = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+            assert not [m for m in named if m.split(".")[0] in ("posttrain", "tests", "torch")], path.name
