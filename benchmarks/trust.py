@@ -95,7 +95,7 @@ EVERY_STEP = (
         update.keeps_to_schedule,
     ),
     *(frozen.only_frozen_is_left_out, frozen.frozen_stays),
-    *(asked_ahead.next_of_the_walk, asked_ahead.asked_within_bound, asked_ahead.as_old_as_asked),
+    *(asked_ahead.next_of_the_walk, asked_ahead.asks_on, asked_ahead.asked_within_bound, asked_ahead.as_old_as_asked),
     *(asked_ahead.versions_only_grow, asked_ahead.promised_as_begun, asked_ahead.ages_as_stamped),
     *(asked_ahead.unchanged_in_the_queue, asked_ahead.pushed_between_steps, fresh.start_is_the_learner),
     fresh.FreshCheck,
