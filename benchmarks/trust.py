@@ -21,7 +21,7 @@ import platform
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -95,7 +95,7 @@ EVERY_STEP = (
         update.keeps_to_schedule,
     ),
     *(frozen.only_frozen_is_left_out, frozen.frozen_stays),
-    *(asked_ahead.next_of_the_walk, asked_ahead.asked_within_bound, asked_ahead.as_old_as_asked),
+    *(asked_ahead.next_of_the_walk, asked_ahead.asks_on, asked_ahead.asked_within_bound, asked_ahead.as_old_as_asked),
     *(asked_ahead.versions_only_grow, asked_ahead.promised_as_begun, asked_ahead.ages_as_stamped),
     *(asked_ahead.unchanged_in_the_queue, asked_ahead.pushed_between_steps, fresh.start_is_the_learner),
     fresh.FreshCheck,
@@ -270,13 +270,13 @@ def with_new(folder: Path) -> dict[str, Any]:
     return {**data, "caught": {name: before[name] for name in FAULTS}}
 
 
-def ahead(folder: Path, staleness: int) -> dict[str, Any]:
-    """The faults of reinforcement, planted into runs whose groups are asked `staleness` steps ahead."""
+def ahead(folder: Path, staleness: int) -> Iterator[dict[str, Any]]:
+    """The faults of reinforcement, planted into runs whose groups are asked `staleness` steps ahead: after the
+    free-running ones, and after all."""
     begun, model = time.perf_counter(), start(folder / "start")
-    out: dict[str, Any] = {"staleness": staleness}
+    out: dict[str, Any] = {"staleness": staleness, "free-running": {}, "deterministic": {}}
     for mode in ("free-running", "deterministic"):
-        whole = mode == "deterministic"
-        caught = out[mode] = dict[str, Any]()
+        whole, caught = mode == "deterministic", out[mode]
         for name, fault in FAULTS.items():
             if not acts_ahead(fault, whole):
                 continue
@@ -284,7 +284,7 @@ def ahead(folder: Path, staleness: int) -> dict[str, Any]:
             caught[name] = None if found is None else asdict(found)
             told = "NOT CAUGHT" if found is None else f"{found.detector}, step {found.step}"
             print(f"{mode} {name}: {told}", flush=True)
-    return {**out, "date": time.strftime("%Y-%m-%d"), "seconds": time.perf_counter() - begun}
+        yield {**out, "date": time.strftime("%Y-%m-%d"), "seconds": time.perf_counter() - begun}
 
 
 def _later(stale: dict[str, Any], mode: str, name: str) -> str:
@@ -314,9 +314,8 @@ def ahead_words(caught: dict[str, Any], stale: dict[str, Any]) -> list[str]:
         + (f" Later than that: {', '.join(late)}." if late else " None is found later than that.")
         + (f" Caught without staleness alone: {', '.join(f'`{n}`' for n in sorted(missed))}." if missed else "")
         + " An empty cell: the fault is not of reinforcement, or cannot act there. `groups_interleaved` regroups what a"
-        " step plays together, and a queue plays each group alone; `fastest_first` needs groups"
-        " that have not ended when a step takes others, and with `deterministic=true` all have. Faults whose run has"
-        " `staleness` in any case are measured with it in the column before too.",
+        " step plays together, and a queue plays each group alone; a model with a recurrent state is never"
+        " deterministic. Faults whose run has `staleness` in any case are measured with it in the column before too.",
         "",
     ]
 
@@ -535,7 +534,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.staleness is not None:
         with tempfile.TemporaryDirectory() as folder:
-            AHEAD.write_text(json.dumps(ahead(Path(folder), asked.staleness), indent=1, allow_nan=False) + "\n")
+            for found in ahead(Path(folder), asked.staleness):
+                AHEAD.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     elif asked.new:
         with tempfile.TemporaryDirectory() as folder:
             RESULTS.write_text(json.dumps(with_new(Path(folder)), indent=1, allow_nan=False) + "\n")

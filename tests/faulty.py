@@ -47,7 +47,7 @@ def acts_ahead(fault: Fault, deterministic: bool) -> bool:
     cannot be `deterministic`."""
     if fault.needs not in IN_REINFORCEMENT or fault.name == "groups_interleaved":
         return False
-    return not deterministic or not (fault.needs == "state" or fault.name == "fastest_first")
+    return not (deterministic and fault.needs == "state")
 
 
 class Twice(Arithmetic):
@@ -135,8 +135,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
     if needs in RESUMED:
         stage = run.stages[-1]
         assert isinstance(stage, Reinforce)
-        few = 3 if needs == "resume" else 6
-        run = replace(run, stages=(replace(stage, steps=few, checkpoint_every=1),), keep_checkpoints=10)
+        stage = replace(stage, steps=3 + stage.staleness, checkpoint_every=1)  # the last one is asked after the cut
+        run = replace(run, stages=(stage,), keep_checkpoints=10)
     if fault is not None and fault.needs == "sft":
         run = replace(base, stages=base.stages[:1])
     if needs in ("reward_model", "judge"):

@@ -59,6 +59,15 @@ def next_of_the_walk(played: Sequence[Group], begin: int, source: TaskSource, se
             )
 
 
+def asks_on(asked: int, cursor: int) -> None:
+    """A resumed stage asks for the prompt after the last one that waits in its queue."""
+    if asked != cursor:
+        raise InvariantError(
+            f"{asked} prompts of the stage were asked before it was cut, and it would go on at prompt {cursor}: tasks"
+            " and random numbers would repeat or be skipped. The checkpoint's cursor was not restored"
+        )
+
+
 def promised_as_begun(promised: Sequence[int], begun: Sequence[int]) -> None:
     """The versions that samples may have are those of the learner at the beginning of the last steps.
 
@@ -222,6 +231,9 @@ class AheadCheck(Observer):
         self._roles, self._taken = roles, roles.groups.cursor
         self._begun = deque[int](maxlen=roles.stage.most_behind + 1)
         unchanged_in_the_queue(self._digests, _ended(roles))
+        if isinstance(roles.groups, GroupQueue):
+            rows = roles.groups.queued()[0]
+            asks_on(rows[-1].cursor if rows else roles.groups.cursor, roles.prompts.cursor)
 
     def end(self) -> None:
         self._roles = self._now = None

@@ -152,14 +152,14 @@ def _(real: Real) -> Real:
 @fault(
     "fastest_first",
     seam="posttrain.role.group_queue:GroupQueue.take",
-    what="groups that have ended are taken before those that were asked earlier",
+    what="groups with short answers, which end first, are taken before those that were asked earlier",
     harm="short answers are learned from first, and long ones when they are oldest",
     source="issue 11; PipelineRL and AReaL: a batch of what is ready prefers short answers",
     needs="ahead",
 )
 def _(real: Real) -> Real:
     async def take(self: Any, *args: Any) -> Any:
-        waiting = sorted(self._waiting, key=lambda a: a.ended is None)
+        waiting = sorted(self._waiting, key=lambda a: (a.ended is None, a.said.sum))
         self._waiting.clear()
         self._waiting.extend(waiting)
         return await real(self, *args)

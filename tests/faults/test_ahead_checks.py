@@ -129,6 +129,12 @@ def test_no_more_is_asked_than_steps_will_take() -> None:
             ahead.asked_within_bound(waiting, staleness=2, prompts=4, left=left)
 
 
+def test_a_resumed_stage_asks_on() -> None:
+    ahead.asks_on(12, 12)
+    with pytest.raises(InvariantError, match="12 prompts of the stage were asked"):
+        ahead.asks_on(12, 0)
+
+
 def test_a_group_that_waited_is_the_one_that_ended() -> None:
     one, other = group(TASK, versions=((2, 2),)), group(TASK, versions=((3, 3),))
     known = {ahead.name_of(one): ahead.digest_of(one)}
