@@ -178,7 +178,7 @@ def page(rows: list[Row], steps: int) -> str:
         "",
         (
             "- Algorithms that differ only in their trust region coincide: with one optimizer step a step it is silent"
-            " (law 3). Where they part: miniatures.md."
+            " (law 3). Where they part: [several updates](several-updates.md), miniatures.md."
         ),
     ]
     lines += [*(f"- `{name}` {why}." for name, (_, why) in REGIME.items() if name in names)]

@@ -205,8 +205,8 @@ def page(rows: Sequence[StaleRow]) -> str:
     lines = [
         "# How old may samples be?",
         "",
-        "For who sets `staleness=K`: where each algorithm breaks when samples are K steps older than the weights that",
-        "learn from them, and which gauge said so before.",
+        "For people who set `staleness=K`. After this page you know where each algorithm breaks when samples are K",
+        "steps older than the weights that learn from them, and which gauge said so before.",
         "",
         f"Arithmetic after the same SFT, {PROMPTS} prompts x {SIBLINGS} answers and one optimizer step a batch, {STEPS}"
         " steps,",

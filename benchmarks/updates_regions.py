@@ -161,7 +161,7 @@ LEARNED: tuple[str, ...] = (
     "**Without a ratio, sixteen updates are too many even when mild.** `no_ratio` takes the batch for fresh each"
     " time and ends below its start at both rates. So does `dro`, which is held by its penalty alone.",
     "**A cap from above is no trust region.** Few ratios reach the 5 of `cispo`, and the soft gate of `sapo`"
-    " still passes 1.6 times the gradient at ratio 2. Hot, both end with `no_clip`.",
+    " still passes 1.6 times the gradient at ratio 2. Hot, both end where `no_clip` does, up to .04.",
     "**Whether the ratio is of a token or of the answer parts them most.** Hot, every arm that weighs whole"
     " answers (`gspo`, `luspo`, `vespo`, `seq_is`, `vcpo`) ends above every arm that weighs tokens, clipped or"
     " not. A likely reason, which these runs do not prove: what is rewarded is the answer, and an answer that has"
@@ -171,8 +171,9 @@ LEARNED: tuple[str, ...] = (
     " four and learn; `clip`, `gmpo` and `dppo` silence at most one in ten and fall when hot. The bounds of"
     " `luspo` are six times wider than those of `gspo`; hot, it silences as many.",
     "**A step size by the effective sample size adds to what weighs the answers.** From `seq_is` to `vcpo_step`"
-    " nothing else changes. `vcpo` ends highest at both rates, with about nine tenths of the learning rate on"
-    " average; of its two parts the step size does more than the baseline when hot.",
+    " nothing else changes, and accuracy rises by .13 mild and .08 hot; the off-policy baseline of `vcpo` adds .02"
+    " and nothing. About nine tenths of the learning rate are used on average. With `vespo` these two end highest"
+    " at both rates.",
     "**Drift orders the arms when mild** (rank correlation of *moved* and *after* {mild:.2f}), **and less so when"
     " hot** ({hot:.2f}): there a mean of k3 is ruled by a few tokens that became far more likely.",
     "`ppo` and `v_trace` begin with values that know nothing and use them sixteen times a batch;"

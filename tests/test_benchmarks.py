@@ -16,10 +16,16 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+import posttrain
 from benchmarks import grpo_work, head
 from benchmarks.side import ROOT, Worker
+from benchmarks.updates_regions import ARMS
+from posttrain.core import reader
+from posttrain.core.gauge import merge
 from posttrain.core.reward_head import HeadShape
+from posttrain.core.run import Optimizer
 from posttrain.engine.heads import RewardHead
+from tests import faulty
 
 SMALL = grpo_work.Size(hidden=32, layers=1, heads=2, kv_heads=2, ffn=64, search=1, tries=1, repeats=1)
 
@@ -141,3 +147,26 @@ def test_trl_takes_the_same_updates(tmp_path: Path, pair_job: Callable[[str], st
         for _ in range(3):
             one, two = (s.timed(do="step") for s in (ours, trl))
             assert one["norm"] == pytest.approx(two["norm"], rel=1e-4)
+
+
+@pytest.mark.prove
+def test_arms_of_several_updates_part(tmp_path: Path) -> None:
+    """Sampled arms of docs/several-updates.md on a smaller task: bounds silence tokens, and VCPO's step shrinks."""
+    model, found = faulty.start(tmp_path), dict[str, dict[str, float]]()
+    for arm in ("no_clip", "clip", "gspo", "seq_is", "vcpo_step"):
+        run = faulty.smallest(
+            None,
+            model,
+            tmp_path,
+            steps=4,
+            minibatches=3,
+            epochs=4,
+            algorithm=ARMS[arm],
+            optimizer=Optimizer(lr=2e-3, warmup=0),
+        )
+        posttrain.run(run, out=tmp_path / arm, quiet=True)
+        gauges = merge(*(s.gauges for s in reader.steps(tmp_path / arm) if "policy/ratio" in s.gauges))
+        found[arm] = {name: gauge.mean for name, gauge in gauges.items()}
+    silent = {arm: f["policy/clip_low"] + f["policy/clip_high"] for arm, f in found.items()}
+    assert silent["no_clip"] == silent["seq_is"] == 0 < silent["clip"] < 0.4 < silent["gspo"], silent
+    assert "optim/share" not in found["seq_is"] and 0.1 < found["vcpo_step"]["optim/share"] < 0.99, found["vcpo_step"]

@@ -64,6 +64,8 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
     )
     if a.charges_tokens:
         final = [x - s.penalty_T for x, s in zip(final, flat, strict=True)]
+    whose = (g.group.discount for g, samples in zip(groups, samples_P, strict=True) for _ in samples)
+    final = [x if d == 1 else x * d for x, d in zip(final, whose, strict=True)]
     rows = iter(zip(final, returns, strict=True))
     return Credit(
         tuple(

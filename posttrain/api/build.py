@@ -35,7 +35,7 @@ from posttrain.core.stage import Optimizer, Stage, check_patterns
 from posttrain.core.version import VERSION
 from posttrain.engine import eight_bit
 from posttrain.engine.embedded.engine import EmbeddedEngine
-from posttrain.engine.embedded.replay import Replay
+from posttrain.engine.embedded.replay import SamplerReplay
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
 from posttrain.engine.optimizer import StageOptimizer
@@ -251,7 +251,7 @@ def make_roles(
         policy,
         gradient_checkpointing=run.model.checkpointing,
         offload_activations=run.model.offload_activations,
-        sampled=Replay(policy, run.slots).values if run.exact else None,
+        sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
     )
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)

@@ -25,6 +25,7 @@ from posttrain.core.errors import ConfigError, closest, nearest
 from posttrain.core.ladders import LADDERS, AnyAlgorithm, algorithm_type, named_algorithm, stage_choices
 from posttrain.core.preference import PreferenceAlgorithm
 from posttrain.core.rejection import RejectionMethod, named_method
+from posttrain.core.replay import Replay
 from posttrain.core.run import Model, Run
 from posttrain.core.stage import Optimizer, Stage
 
@@ -167,6 +168,10 @@ def _lora(_: Lora | None, word: str) -> Lora:
     return Lora(rank=cast("int", read(int, word, "model.lora")))
 
 
+def _replay(_: Replay | None, word: str) -> Replay:
+    return Replay(size=cast("int", read(int, word, "replay")))
+
+
 def _optimizer(optimizer: Optimizer, word: str) -> Optimizer:
     return replace(optimizer, kind=read(tree.hints(Optimizer)["kind"], word, "optimizer"))
 
@@ -178,11 +183,12 @@ SHORT: dict[type, Callable[[Any, str], Any]] = {
     PreferenceAlgorithm: _algorithm,
     RejectionMethod: _method,
     Lora: _lora,
+    Replay: _replay,
     Optimizer: _optimizer,
 }
 """Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`, `method=NAME`, `model.lora=RANK`,
-`optimizer=KIND`."""
-BEGUN: dict[type, Any] = {Lora: Lora()}
+`rl.replay=SIZE`, `optimizer=KIND`."""
+BEGUN: dict[type, Any] = {Lora: Lora(), Replay: Replay()}
 """Groups of settings that are none until one of them is set, and what they are then."""
 
 

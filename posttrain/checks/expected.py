@@ -160,7 +160,7 @@ def expected_credit(
         each = _white(a.whiten, each, max(doubt, default=0.0))
     targets = [_targets(a.baseline, s, r, c) for (_, s), (r, *_), c in zip(samples, shaped, paid, strict=True)]
     return [
-        ExpectedCredit(s, p, x, bool(why), t)
+        ExpectedCredit(s, p, x * groups[p].group.discount, bool(why), t)
         for (p, s), x, (*_, why), t in zip(samples, each, shaped, targets, strict=True)
     ]
 

@@ -14,16 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from posttrain.algorithm.credit import credit_step, without_credit
 from posttrain.algorithm.losses import Loss, PolicyLoss
 from posttrain.algorithm.steer import AdaptiveState, remember, standing, steered
 from posttrain.controller.left_out import left_out
-from posttrain.core.batch import Batch
+from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
+from posttrain.core.ports import Learner
 from posttrain.core.request import PassRate, StepNumber
 from posttrain.core.scored import Credit
 from posttrain.core.types import Group
@@ -43,6 +47,8 @@ async def ask(roles: ReinforceRoles, index: int) -> Experience:
     request = replace(asked, at=StepNumber(index, roles.stage.steps))
     with roles.clock.of("rollout"):
         taken = await roles.groups.take(index, request, roles.trainer.version, roles.adaptive.rate)
+    with roles.clock.of("score"):
+        replayed = roles.replay.draw(index, partial(moved, roles.learner)) if roles.replay else ()
     return Experience(
         index,
         taken.begun,
@@ -51,8 +57,16 @@ async def ask(roles: ReinforceRoles, index: int) -> Experience:
         request.groups,
         taken.engine,
         roles.groups.cursor,
+        replayed,
         taken.versions,
     )
+
+
+def moved(learner: Learner, group: Group) -> float:
+    """The mean of |log(policy / sampler)| over the tokens of a group's judged episodes."""
+    packed = Packed.of([s for e in group.judged for s in e.segments])
+    mu_M = np.concatenate([s.logp[s.mask] for e in group.judged for s in e.segments])
+    return float(np.mean(np.abs(learner.score(packed) - mu_M)))
 
 
 @dataclass
@@ -104,6 +118,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
             if e.index % stage.sync_steps == 0 and roles.sync.due(roles.trainer.version):
                 await roles.sync.push(roles.trainer.version)
             roles.watch.emit(PushedEvent(e, credit))
+        if roles.replay is not None:
+            roles.replay.add(e.index, e.fresh)
         partial.line = _line(roles, partial, notes(e, credit, stage.prompts))
         roles.adaptive = _adapted(roles, partial, credit)
         return await roles.watch.after(partial.line)
@@ -196,9 +212,11 @@ def _write(roles: ReinforceRoles, partial: UnfinishedStep) -> None:
     """Write the step's episodes to the record. If the step stopped before credit was computed, they have none."""
     if not roles.run.record_episodes:
         return
-    credit, index, groups = partial.credit, partial.experience.index, partial.experience.groups
+    credit, index, groups = partial.credit, partial.experience.index, partial.experience.fresh
     rest = groups if credit is None else _unjudged(groups)
-    roles.book.write_episodes(roles.stage.name, index, credit or Credit((), roles.adaptive.ema), rest)
+    again = {id(g) for g in partial.experience.replayed}  # in the file of the step that played them
+    first = credit and replace(credit, groups=tuple(g for g in credit.groups if id(g.group) not in again))
+    roles.book.write_episodes(roles.stage.name, index, first or Credit((), roles.adaptive.ema), rest)
 
 
 def _unjudged(groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -211,7 +229,8 @@ def _line(roles: ReinforceRoles, partial: UnfinishedStep, notes: tuple[str, ...]
     with roles.clock.of("book"):
         _write(roles, partial)
     e, credit, seen = partial.experience, partial.credit or Credit((), roles.adaptive.ema), roles.watch.take()
-    gauges = merge(rollout_gauges(e, credit), e.engine, seen.gauges, *partial.learned)
+    replayed = roles.replay.gauges() if roles.replay else {}
+    gauges = merge(rollout_gauges(e, credit), e.engine, replayed, seen.gauges, *partial.learned)
     timed = dict(roles.rollout.environment.gauges())
     if roles.stage.staleness:  # what the engine did meanwhile depends on time
         timed |= {n: g for n, g in roles.sync.sampler.gauges().items() if n not in e.engine}

@@ -174,6 +174,7 @@ HARMLESS = frozenset(
             "Model.quantize",
         ),
         *("Optimizer.kind", "Optimizer.schedule", "Optimizer.rates", "Optimizer.freeze"),
+        "Replay.balanced",
         *("Lora.targets", "Lora.rslora", "Lora.dora"),
         *("Stage.name", "Stage.start", "Stage.time_of", "Stage.eval", "Stage.hands_on"),
         *(

@@ -30,6 +30,8 @@ class Experience:
     """The engine's counters for these rollouts."""
     walked: int = 0
     """Prompts whose groups steps of this stage have taken, with these."""
+    replayed: tuple[Group, ...] = ()
+    """Groups of earlier steps that this one learns from again."""
     versions: tuple[int, ...] = ()
     """The versions that its tokens may have, oldest first: those of the learner at the beginning of this step and of
     as many steps before it as the stage lets samples be older. Empty: `version` alone."""
@@ -48,9 +50,14 @@ class Experience:
         return len(newer) - np.searchsorted(newer, version, side="right")
 
     @property
+    def fresh(self) -> tuple[Group, ...]:
+        """The groups that the step learns from for the first time."""
+        return self._passed()[: self.wanted]
+
+    @property
     def groups(self) -> tuple[Group, ...]:
         """The groups that the step learns from."""
-        return self._passed()[: self.wanted]
+        return (*self.fresh, *self.replayed)
 
     @property
     def spare(self) -> tuple[Group, ...]:

@@ -11,8 +11,9 @@ from posttrain.core.errors import RunFolderError
 from posttrain.core.gauge import Gauge
 from posttrain.core.types import Group, Task
 
-QUEUE = "queue.npz"
-"""File of a checkpoint with the episodes of the groups that had ended. Its format is that of a step's episodes."""
+QUEUE, REPLAY = "queue.npz", "replay.npz"
+"""Files of a checkpoint with the episodes of groups that had ended: of the queue, and of the replay buffer. Their
+format is that of a step's episodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +52,19 @@ class QueuedGroup:
         )
 
 
-def save_groups(folder: Path, groups: Sequence[Group]) -> None:
+def save_groups(path: Path, groups: Sequence[Group]) -> None:
     """Write the episodes of groups that have ended, in order."""
     episodes = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy]))]
     columns = record.to_columns([record.Recorded(e) for e in episodes])
-    files.write_file(folder / QUEUE, record.pack_columns(columns), durable=True)
+    files.write_file(path, record.pack_columns(columns), durable=True)
 
 
-def load_groups(folder: Path, queued: Sequence[QueuedGroup], task: Callable[[int], Task]) -> list[Group]:
-    """The groups of `queued` that had ended. `task` gives a task of the source by its index.
+def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int], Task] | None = None) -> list[Group]:
+    """The groups of `queued` that had ended.
+
+    Args:
+        task: gives a task of the source by its index. None: tasks as they were written, for groups that nothing judges
+            again.
 
     Raises:
         RunFolderError: the file and the rows do not belong together, or the tasks are others.
@@ -67,13 +72,12 @@ def load_groups(folder: Path, queued: Sequence[QueuedGroup], task: Callable[[int
     ended = [q for q in queued if q.siblings]
     if not ended:
         return []
-    path = folder / QUEUE
     said = [r.episode for r in record.from_columns(record.read_columns(path))]
     if len(said) != sum(q.siblings + q.greedy for q in ended):
         raise RunFolderError(f"{path} is damaged: it holds {len(said)} episodes, and the state names others")
     out, at = list[Group](), 0
     for q in ended:
-        own = task(q.index)
+        own = said[at].task if task is None else task(q.index)
         episodes = [replace(e, task=own) for e in said[at : at + q.siblings + q.greedy] if e.task.id == own.id]
         if len(episodes) != q.siblings + q.greedy:
             raise RunFolderError(

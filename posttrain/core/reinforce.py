@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import GRPO
+from posttrain.core.replay import Replay
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Optimizer, Stage, offered
 
@@ -47,6 +48,8 @@ class Reinforce(Stage):
     """By how many steps samples may be older than the weights that learn from them. 0: samples are played, then learned
     from, in turn. 1: the samples of the next step are played meanwhile. The learner waits rather than exceed it, and
     nothing that was played is thrown away for its age."""
+    replay: Replay | None = None
+    """Learn again from groups of earlier steps (`rl.replay.size=64`). None: each group is learned from once."""
     sync_every: int | None = None
     """Optimizer steps after which the sampler gets the new weights: a multiple of minibatches x epochs. None: after
     every step."""

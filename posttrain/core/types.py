@@ -326,6 +326,8 @@ class Group:
     """Tokens in the complete turns of the aborted siblings."""
     logged: Mapping[str, Gauge] = field(default_factory=dict[str, Gauge])
     """What batch rewards logged about this group, as gauges of the step."""
+    discount: float = 1.0
+    """Factor of its credit: less than 1 where a step learns from it again (`core.replay`)."""
 
     def __post_init__(self) -> None:
         if not self.episodes:

@@ -383,5 +383,13 @@ REGISTRY: dict[str, Definition] = {
         "its square; effective share of tokens = used^2 / used_square", "1", "near used^2"
     ),
     "correction/silenced": Definition("share of tokens whose correction is 0", "share", "< 0.05"),
+    "replay/groups": Definition("groups of the replay buffer that the step learned from again", "groups", "any"),
+    "replay/held": Definition("groups in the replay buffer", "groups", "at most replay.size"),
+    "replay/age": Definition("steps since they were played, mean over those groups", "steps", "at most replay.age"),
+    "replay/left_by_age": Definition("groups that left the buffer because they were too old", "groups", "any"),
+    "replay/left_by_ratio": Definition(
+        "groups that left it because the policy had moved too far from what sampled them", "groups", "few"
+    ),
+    "replay/left_by_size": Definition("groups that left it for newer ones", "groups", "any"),
     **ENGINE,
 }

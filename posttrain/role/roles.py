@@ -25,6 +25,7 @@ from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
 from posttrain.role.prompts import Prompts
 from posttrain.role.reference_scores import ReferenceScores
+from posttrain.role.replay_buffer import ReplayBuffer
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 from posttrain.role.trainer import Trainer
@@ -179,6 +180,8 @@ class ReinforceRoles(StageRoles[Reinforce]):
     groups: GroupSource
     """Plays the prompts, for the step that learns from them or ahead of it."""
     reference: Reference | None
+    replay: ReplayBuffer | None = None
+    """Groups of earlier steps, from which this one learns again."""
     adaptive: AdaptiveState = AdaptiveState()
     """Adaptive coefficients and moving averages, which change from step to step."""
     other_environments: tuple[Environment, ...] = ()

@@ -57,14 +57,20 @@ def test_healthy_runs_trip_nothing(name: str, seed: int, model: Path, tmp_path: 
     assert healthy(name, seed, model, tmp_path).tripped == ""
 
 
+STALE = ("tis", "icepop", "decoupled_ppo", "a3po", "m2po", "v_trace", "aipo", "vcpo")
+"""Lines that are made for stale answers."""
+
+
 @pytest.mark.parametrize("name", LADDER)
 def test_no_algorithm_is_disturbed_off_policy(name: str, model: Path, tmp_path: Path) -> None:
-    """Four optimizer steps on the same samples, at a temperature of its own."""
+    """Four optimizer steps on the same samples, at a temperature of its own; two versions behind, where the line is
+    made for that."""
     words = (
         "rl.minibatches=2",
         "rl.epochs=2",
         "rl.siblings=6",
         "rl.sampling.temperature=0.9",
+        *(("rl.staleness=2",) if name in STALE else ()),
         *((f"rl.reference={model}",) if LADDER[name].rewards == "none" else ()),
     )
     posttrain.run(

@@ -20,7 +20,7 @@ from posttrain.core import reader
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.core.run import Optimizer, Run
 from posttrain.engine import compiled, transform
-from posttrain.engine.embedded.replay import Replay
+from posttrain.engine.embedded.replay import SamplerReplay
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.loss_scale import FIRST, PATIENCE, LossScale
 from posttrain.engine.optimizer import StageOptimizer
@@ -171,7 +171,7 @@ def test_exact_means_the_same_bits(dtype: str, settings: tuple[str, ...], tmp_pa
 def test_exact_log_probs_keep_their_own_gradient() -> None:
     p = policy()
     batch = packed(5)
-    plain, exact = HFLearner(p), HFLearner(p, sampled=Replay(p, 8).values)
+    plain, exact = HFLearner(p), HFLearner(p, sampled=SamplerReplay(p, 8).values)
     found: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for learner in (plain, exact):
         logp = learner.forward(batch, entropy=False, value=False).logp
@@ -185,14 +185,14 @@ def test_exact_log_probs_keep_their_own_gradient() -> None:
 
 def test_exact_counts_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last bit of one token stops the run."""
-    real = Replay.values
+    real = SamplerReplay.values
 
-    def off(self: Replay, batch: Any) -> torch.Tensor:
+    def off(self: SamplerReplay, batch: Any) -> torch.Tensor:
         out = real(self, batch)
         out[0] = torch.nextafter(out[0], torch.tensor(0.0))
         return out
 
-    monkeypatch.setattr(Replay, "values", off)
+    monkeypatch.setattr(SamplerReplay, "values", off)
     with pytest.raises(InvariantError, match=r"disagree about the same weights.*bound 0 in float32"):
         posttrain.run(only_rl(tiny_run(steps=1)), "exact=true", out=tmp_path / "run", quiet=True)
 

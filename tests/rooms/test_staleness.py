@@ -21,8 +21,9 @@ from posttrain.core.algorithm import patch
 from posttrain.core.errors import ConfigError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
-from posttrain.core.ladder import DAPO, DR_GRPO, GRPO
+from posttrain.core.ladder import DAPO, DECOUPLED, DR_GRPO, GRPO
 from posttrain.core.ports import Talk
+from posttrain.core.replay import Replay
 from posttrain.core.run import Embedded, Reinforce, Run
 from posttrain.core.types import Stop, Task
 from posttrain.environment.gallery import GALLERY
@@ -209,6 +210,37 @@ def test_staleness_zero_through_the_queue_is_the_synchronous_run(
 def _own(step: Step) -> Any:
     """The gauges of a step that are not the engine's own counters."""
     return {n: g for n, g in step.gauges.items() if not n.startswith("engine/")}
+
+
+@LONG
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_replay_buffer_comes_back_from_a_checkpoint(
+    staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups are learned from again, with all checks on, and a run that was cut learns from the same ones."""
+    again = Replay(size=12, groups=3, age=3, ratio=2.0, discount=0.8)
+    run = run_of(staleness, replay=again, algorithm=DECOUPLED, steps=6)
+    run = replace(run, env=replace(run.env, name="arithmetic"))
+    whole = digest(played(run, tmp_path / "whole"))
+    steps = [s for s in reader.steps(tmp_path / "whole") if s.stage == "rl"]
+    assert [s.gauges["replay/groups"].sum for s in steps] == [0, 3, 3, 3, 3, 3]
+    assert all(s.gauges["rollout/groups"].sum == 4 + s.gauges["replay/groups"].sum for s in steps)
+    rows = [r for r in reader.episode_files(tmp_path / "whole") if (r.stage, r.kind) == ("rl", "train")]
+    written = [(e.episode.task.id, e.episode.visit, e.episode.sibling) for r in rows for e in episodes_of(r)]
+    assert len(set(written)) == len(written) == 6 * 4 * 4, "the record holds each answer once"
+    learn = ReinforceDriver._learn
+
+    async def cut(self: ReinforceDriver, asked: Experience) -> Step:
+        if asked.index == 4:
+            self.stopper.stop(15)
+        return await learn(self, asked)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReinforceDriver, "_learn", cut)
+        with pytest.raises(Interrupted):
+            played(run, tmp_path / "cut")
+    main.run(resume=tmp_path / "cut", quiet=True)
+    assert digest(tmp_path / "cut") == whole
 
 
 @LONG

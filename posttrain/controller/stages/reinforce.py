@@ -20,7 +20,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
 from posttrain.core.ports import Reference
-from posttrain.core.queued import QueuedGroup, load_groups, save_groups
+from posttrain.core.queued import QUEUE, REPLAY, QueuedGroup, load_groups, save_groups
 from posttrain.core.run import Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import starts
@@ -28,6 +28,7 @@ from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.group_queue import GroupQueue, GroupSource, Waves
 from posttrain.role.pack import batch_algebra
 from posttrain.role.prompts import Prompts
+from posttrain.role.replay_buffer import ReplayBuffer
 from posttrain.role.roles import ReinforceRoles, stream_of
 from posttrain.role.weights import load_weights, restore, snapshot
 
@@ -42,6 +43,8 @@ class ReinforceState(StageState):
     """Those of them whose groups a step has taken."""
     queue: tuple[QueuedGroup, ...] = ()
     """Groups that were asked ahead, in order. Of those that had ended, the episodes lie beside the weights."""
+    replay: tuple[QueuedGroup, ...] = ()
+    """What the replay buffer held. `begun` is the step."""
     versions: tuple[int, ...] = ()
     """Of the weights, at the beginning of the last steps."""
     memory: AdaptiveState = AdaptiveState()
@@ -109,7 +112,15 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         state.cursor, state.rates, state.visits = prompts.cursor, dict(prompts.rates), dict(prompts.visits)
         state.walked, state.versions = groups.cursor, tuple(groups.versions)
         state.queue, ended = groups.queued() if isinstance(groups, GroupQueue) else ((), ())
-        return partial(save_groups, groups=ended) if ended else super().note()
+        buffer = self.roles.replay
+        state.replay, kept = (buffer.rows(), [b.group for b in buffer.held]) if buffer else ((), [])
+        written = [(name, groups) for name, groups in ((QUEUE, ended), (REPLAY, kept)) if groups]
+
+        def write(folder: Path) -> None:
+            for name, found in written:
+                save_groups(folder / name, found)
+
+        return write
 
     def reads(self, packed: Packed) -> Reads:
         a = self.stage.algorithm
@@ -136,6 +147,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             rollout=self.setting.rollout,
             prompts=prompts,
             groups=self._groups(prompts, sampling),
+            replay=ReplayBuffer(stage.replay, parts.run.seed, stage.name) if stage.replay else None,
             reference=reference,
             adaptive=state.memory,
             other_environments=parts.other_environments(stage),
@@ -166,14 +178,16 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         )
 
     def _resume_queue(self, checkpoint: Path | None) -> None:
-        """Take up the groups that were asked ahead of a checkpoint."""
-        groups = self.roles.groups
+        """Take up the groups that were asked ahead of a checkpoint, and those of the replay buffer."""
+        groups, buffer, state = self.roles.groups, self.roles.replay, self.state
+        if buffer is not None and checkpoint is not None and state.replay:
+            buffer.restore(state.replay, load_groups(checkpoint / REPLAY, state.replay))
         if not isinstance(groups, GroupQueue):
             return
         if self.parts.run.deterministic:
             self.parts.sync.ready = groups.rest
-        if checkpoint is not None and self.state.queue:
-            groups.restore(self.state.queue, load_groups(checkpoint, self.state.queue, groups.prompts.source.task))
+        if checkpoint is not None and state.queue:
+            groups.restore(state.queue, load_groups(checkpoint / QUEUE, state.queue, groups.prompts.source.task))
 
     def _reference(self, checkpoint: Path | None) -> Reference | None:
         """The frozen model the algorithm reads: a named one, or the policy as the stage began or as it was last
@@ -204,11 +218,16 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
 
 def staleness_words(stage: Reinforce, deterministic: bool) -> list[str]:
     """What it means for this stage that samples may be older than the weights that learn from them."""
-    if not (most := stage.most_behind):
+    a, most, again = stage.algorithm, stage.most_behind, stage.replay
+    if not most and again is None:
         return []
-    a, ahead = stage.algorithm, f"staleness={stage.staleness}"
+    ahead = f"{stage.name}: staleness={stage.staleness}"
     waits = "; new weights wait until all that was asked has ended" if stage.staleness and deterministic else ""
-    out = [f"{stage.name}: {ahead}: samples may be {most} step{'s' * (most > 1)} older than the learner{waits}"]
+    out = [f"{ahead}: samples may be {most} step{'s' * (most > 1)} older than the learner{waits}"] if most else []
+    if again is not None:
+        out.append(
+            f"{stage.name}: each step learns again from up to {again.groups} groups of the {again.age} steps before it"
+        )
     if a.anchor == "start" and not a.correction:
         out.append(
             f"{stage.name}: {a.name} compares with the learner at the start of a step, so it cannot see that samples"

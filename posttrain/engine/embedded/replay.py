@@ -35,7 +35,7 @@ def fixed_rows(slots: int) -> int:
     return -(-slots // ROWS) * ROWS
 
 
-class Replay:
+class SamplerReplay:
     """Scores tokens as a deterministic engine with `slots` slots does. It holds a copy of the policy's weights and
     brings it up to date at each call."""
 

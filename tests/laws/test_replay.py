@@ -1,0 +1,154 @@
+"""Learning again from groups of earlier steps: which ones, how often, and with how much credit."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.algorithm.credit import credit_step
+from posttrain.checks.expected import expected_credit
+from posttrain.core.errors import ConfigError
+from posttrain.core.ladder import DR_GRPO, GRPO, RLOO
+from posttrain.core.replay import Replay
+from posttrain.core.sampling import Sampling
+from posttrain.core.scored import Scored, ScoredGroup
+from posttrain.core.transcript import Transcript
+from posttrain.core.types import Episode, Group, Said, Stop, Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.role.replay_buffer import ReplayBuffer
+
+
+def group(name: str, visit: int, rewards: tuple[float, ...] = (0.0, 1.0), version: int = 0) -> Group:
+    task, episodes = Task(name, "?"), list[Episode]()
+    for i, reward in enumerate(rewards):
+        t = Transcript(Sampling(max_tokens=4))
+        t.see(np.array([1, 2], np.int32))
+        t.say(Said(np.array([3 + i], np.int32), np.array([-1.0], np.float32), np.array([version], np.int32), Stop.SAID))
+        judged = (Judged("mine", 1.0, Verdict.value(reward)),)
+        episodes.append(Episode(task, visit, i, (t.segment(),), Stop.SAID, judged, turns=(1,)))
+    return Group(task, visit, tuple(episodes))
+
+
+def near(_: Group) -> float:
+    return 0.0
+
+
+@given(
+    config=st.builds(
+        Replay,
+        size=st.integers(4, 12),
+        groups=st.integers(1, 4),
+        age=st.integers(1, 5),
+        discount=st.sampled_from([1.0, 0.5]),
+        balanced=st.booleans(),
+    ),
+    prompts=st.integers(1, 4),
+    names=st.integers(1, 5),
+    steps=st.integers(1, 10),
+    seed=st.integers(0, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_group_is_too_old_or_comes_twice_and_none_leaves_uncounted(
+    config: Replay, prompts: int, names: int, steps: int, seed: int
+) -> None:
+    buffer, again = (ReplayBuffer(config, seed, "rl") for _ in range(2))
+    put, left, born = 0, 0.0, dict[tuple[str, int], int]()
+    for step in range(1, steps + 1):
+        drawn = buffer.draw(step, near)
+        keys = [(g.task.id, g.visit) for g in drawn]
+        assert len(set(keys)) == len(keys) <= config.groups
+        for g in drawn:
+            age = step - born[g.task.id, g.visit]
+            assert 1 <= age <= config.age and g.discount == config.discount**age
+        alive = list(buffer.held)
+        assert len(drawn) == min(config.groups, len(alive)), "it gives as many as it can"
+        if config.balanced and drawn:
+            often = Counter(n for n, _ in keys)
+            could = Counter(b.group.task.id for b in alive)
+            assert all(n == could[name] or n >= max(often.values()) - 1 for name, n in often.items())
+            assert len(often) == min(len(could), len(drawn)), "no prompt comes twice while another has not come"
+        assert [(g.task.id, g.visit) for g in again.draw(step, near)] == keys, "a function of the seed and the step"
+        new = [group(str((step * prompts + i) % names), step * prompts + i) for i in range(prompts)]
+        born |= {(g.task.id, g.visit): step for g in new}
+        for one in (buffer, again):
+            one.add(step, new)
+        put += len(new)
+        told = buffer.gauges()
+        left += sum(told[f"replay/left_by_{why}"].sum for why in ("age", "ratio", "size"))
+        assert len(buffer.held) <= config.size and put - left == len(buffer.held)
+
+
+def test_a_group_that_the_policy_has_left_behind_leaves() -> None:
+    buffer = ReplayBuffer(Replay(size=8, groups=4, age=9, ratio=0.5), 0, "rl")
+    buffer.add(1, [group(str(i), i) for i in range(4)])
+    drawn = buffer.draw(2, lambda g: 0.6 if g.task.id in "02" else 0.4)
+    assert sorted(g.task.id for g in drawn) == ["1", "3"]
+    assert buffer.gauges()["replay/left_by_ratio"].sum == 2 and len(buffer.held) == 2
+
+
+def test_groups_without_a_verdict_are_not_held() -> None:
+    unjudged = group("a", 0)
+    failed = tuple(
+        Episode(e.task, 0, e.sibling, e.segments, e.stop, (Judged("m", 1.0, Verdict.failed("down")),), turns=(1,))
+        for e in unjudged.episodes
+    )
+    buffer = ReplayBuffer(Replay(), 0, "rl")
+    buffer.add(1, [Group(unjudged.task, 0, failed)])
+    assert buffer.held == []
+
+
+def test_what_was_saved_comes_back() -> None:
+    buffer, later = (ReplayBuffer(Replay(discount=0.9), 0, "rl") for _ in range(2))
+    buffer.add(3, [group("a", 0), group("b", 1)])
+    later.restore(buffer.rows(), [b.group for b in buffer.held])
+    one, two = ([(g.task.id, g.visit, g.discount) for g in b.draw(5, near)] for b in (buffer, later))
+    assert one == two and one[0][2] == pytest.approx(0.81)
+
+
+@pytest.mark.parametrize("a", [GRPO, RLOO, DR_GRPO], ids=lambda a: a.name)
+def test_a_discount_is_a_factor_of_the_credit(a: object) -> None:
+    """Of its own group alone, in the credit and in the credit that every run checks it with."""
+    from dataclasses import replace
+
+    from posttrain.core.algorithm import Algorithm
+
+    assert isinstance(a, Algorithm)
+    a = replace(a, pull=None)
+    plain = [group("a", 0, (0.0, 1.0, 0.5)), group("b", 1, (1.0, 0.0, 0.0))]
+    less = [plain[0], replace(plain[1], discount=0.25)]
+
+    def credit(groups: list[Group]) -> list[np.ndarray]:
+        scored = [ScoredGroup(g, tuple(Scored(e) for e in g.episodes)) for g in groups]
+        told = credit_step(a, scored, max_tokens=4, ema=0.0)
+        expected = expected_credit(a, scored, max_tokens=4, ema=0.0)
+        assert expected is not None
+        flat = [np.concatenate(e.advantage) for g in told.groups for e in g.episodes]
+        for x, o in zip(flat, expected, strict=True):
+            np.testing.assert_allclose(x, o.credit, rtol=1e-12)
+        return flat
+
+    one, two = credit(plain), credit(less)
+    for i in range(3):
+        np.testing.assert_array_equal(two[i], one[i])
+        np.testing.assert_array_equal(two[3 + i], 0.25 * one[3 + i])
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"size": 0}, "size=0"),
+        ({"groups": 0}, "groups=0"),
+        ({"age": 0}, "age=0"),
+        ({"size": 4, "groups": 5}, "raise size"),
+        ({"ratio": 0.0}, "ratio=0"),
+        ({"discount": 0.0}, "discount=0"),
+        ({"discount": 1.5}, "discount=1.5"),
+    ],
+)
+def test_what_means_nothing_is_refused(settings: dict[str, float], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        Replay(**settings)  # type: ignore[arg-type]
