@@ -204,6 +204,25 @@ def unchanged_in_the_queue(known: Mapping[str, str], groups: Sequence[Group]) ->
             )
 
 
+def learned_before(replayed: Sequence[Group], learned: Mapping[str, tuple[str, int]], step: int, age: int) -> None:
+    """What a step learns from again was learned from before, at most `age` steps ago, and is what it was then.
+
+    Args:
+        learned: `digest_of` of the groups that were learned from, and the step, by `name_of`.
+    """
+    names = [name_of(g) for g in replayed]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise InvariantError(f"step {step} replays group {twice[0]!r} twice: a sample counts once in a minibatch")
+    unchanged_in_the_queue({n: digest for n, (digest, _) in learned.items()}, replayed)
+    for n in names:
+        if n not in learned or not 0 < step - learned[n][1] <= age:
+            when = f"in step {learned[n][1]}" if n in learned else "in none of the last steps"
+            raise InvariantError(
+                f"step {step} replays group {n!r}, which was learned from {when}, and replay.age={age}: look at what"
+                " leaves the replay buffer, and at what a checkpoint stores of it"
+            )
+
+
 def name_of(g: Group) -> str:
     """The name of a group in a stage."""
     return f"{g.task.id}/{g.visit}"
@@ -297,6 +316,26 @@ class AheadCheck(Observer):
         as far as the stage has so many steps."""
         ahead = min(stage.staleness + 1, stage.steps - index + 1) * stage.prompts
         self._asked.extend([served] * (ahead - len(self._asked)))
+
+
+class ReplayCheck(Observer):
+    """Groups that are learned from again are those that were learned from, unchanged, and not too old."""
+
+    def __init__(self, kept: Mapping[str, Any] | None) -> None:
+        """`kept`: what a checkpoint inside the stage stored of this check; None at the beginning of a stage."""
+        self._learned = {name: (str(digest), int(step)) for name, (digest, step) in (kept or {}).items()}
+
+    def state(self) -> dict[str, Any]:
+        return {"replayed": {name: list(known) for name, known in self._learned.items()}}
+
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+        if not isinstance(event, PlayedEvent) or (replay := roles.stage.replay) is None:
+            return None
+        e = event.experience
+        learned_before(e.replayed, self._learned, e.index, replay.age)
+        self._learned = {n: known for n, known in self._learned.items() if e.index + 1 - known[1] <= replay.age}
+        self._learned |= {name_of(g): (digest_of(g), e.index) for g in e.fresh}
+        return None
 
 
 def _ended(roles: ReinforceRoles) -> tuple[Group, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from posttrain.checks.ahead import AheadCheck
+from posttrain.checks.ahead import AheadCheck, ReplayCheck
 from posttrain.checks.change import ChangeGauges
 from posttrain.checks.credit import CreditCheck
 from posttrain.checks.data import TaskCheck
@@ -52,6 +52,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         SamplerCheck(fresh=not steps),
         TaskCheck(),
         AheadCheck(kept.get("ahead", {}) if steps else None),
+        ReplayCheck(kept.get("replayed", {}) if steps else None),
         FreshCheck(bets),
         DrawsCheck(bets),
         ProbeCheck(bets),

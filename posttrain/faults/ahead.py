@@ -195,9 +195,9 @@ def _(real: Real) -> Real:
     needs="ahead_resume",
 )
 def _(real: Real) -> Real:
-    def load_groups(*args: Any) -> list[Group]:
-        groups: Sequence[Group] = real(*args)
-        newest = max(int(s.version.max()) for g in groups for e in g.episodes for s in e.segments)
+    def load_groups(*args: Any, **kwargs: Any) -> list[Group]:
+        groups: Sequence[Group] = real(*args, **kwargs)
+        newest = max((int(s.version.max()) for g in groups for e in g.episodes for s in e.segments), default=0)
         return [_restamped(g, lambda old: np.full_like(old, newest)) for g in groups]
 
     return load_groups

@@ -147,6 +147,20 @@ def test_a_group_that_waited_is_the_one_that_ended() -> None:
         ahead.unchanged_in_the_queue(known, [replace(one, episodes=(replace(e, segments=(louder,)),))])
 
 
+def test_what_is_replayed_was_learned_from() -> None:
+    one, other = group(TASK, versions=((2, 2),)), group(Task("u", "u"))
+    learned = {ahead.name_of(g): (ahead.digest_of(g), 3) for g in (one, other)}
+    ahead.learned_before([other, replace(one, discount=0.5)], learned, step=5, age=2)
+    with pytest.raises(InvariantError, match="twice"):
+        ahead.learned_before([one, one], learned, step=5, age=2)
+    with pytest.raises(InvariantError, match="learned from in step 3, and replay.age=2"):
+        ahead.learned_before([one], learned, step=6, age=2)
+    with pytest.raises(InvariantError, match="in none of the last steps"):
+        ahead.learned_before([group(Task("v", "v"))], learned, step=5, age=2)
+    with pytest.raises(InvariantError, match="has changed since"):
+        ahead.learned_before([group(TASK, versions=((3, 3),))], learned, step=5, age=2)
+
+
 def test_what_other_weights_began_is_read_first() -> None:
     """A cache that old weights made shows in what new ones say after it; where caches are kept, nothing is said."""
     pure, crossed, old = (group(TASK, versions=(v,)) for v in ((5, 5), (4, 5), (4, 4)))
