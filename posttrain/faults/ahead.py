@@ -204,6 +204,24 @@ def _(real: Real) -> Real:
 
 
 @fault(
+    "buffer_without_versions",
+    seam="posttrain.role.replay_buffer:ReplayBuffer.draw",
+    what="groups of the replay buffer come back as if the newest weights among them had said all of them",
+    harm="old samples pass for newer ones, and no correction sees how old they are",
+    source="issue 11: a buffer that stores tokens and rewards, and no versions",
+    shows=("rl.replay.size=32", "rl.replay.groups=2"),
+    needs="ahead",
+)
+def _(real: Real) -> Real:
+    def draw(self: Any, *args: Any) -> tuple[Group, ...]:
+        groups: Sequence[Group] = real(self, *args)
+        newest = max((int(s.version.max()) for g in groups for e in g.episodes for s in e.segments), default=0)
+        return tuple(_restamped(g, lambda old: np.full_like(old, newest)) for g in groups)
+
+    return draw
+
+
+@fault(
     "pushed_inside_a_step",
     seam="posttrain.controller.stages.reinforce:learn",
     what="the sampler gets the weights after each optimizer step, not after the last one of a step",
