@@ -122,7 +122,9 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
             roles.replay.add(e.index, e.fresh)
         partial.line = _line(roles, partial, notes(e, credit, stage.prompts))
         roles.adaptive = _adapted(roles, partial, credit)
-        return await roles.watch.after(partial.line)
+        line = await roles.watch.after(partial.line)
+        await roles.groups.learned()
+        return line
 
 
 def _adapted(roles: ReinforceRoles, partial: UnfinishedStep, credit: Credit) -> AdaptiveState:

@@ -111,17 +111,17 @@ def test_cut_and_resumed_is_never_cut(
     if not staleness:  # there the engine's counters are in the record, and they tell how long tools took
         run = replace(run, env=replace(run.env, name="arithmetic"))
     whole = digest(played(run, tmp_path / "whole"))
-    learn = ReinforceDriver._learn
+    remember = ReinforceDriver.remember
 
-    async def cut(self: ReinforceDriver, asked: Experience) -> Step:
+    def cut(self: ReinforceDriver, asked: Experience, step: Step) -> Step:
         if asked.index == 3 and how == "interrupted":
             self.stopper.stop(15)
         if asked.index == 4 and how == "broken":
             raise RuntimeError("the machine broke")
-        return await learn(self, asked)
+        return remember(self, asked, step)
 
     with monkeypatch.context() as patched:
-        patched.setattr(ReinforceDriver, "_learn", cut)
+        patched.setattr(ReinforceDriver, "remember", cut)
         with pytest.raises((Interrupted, RuntimeError)):
             played(run, tmp_path / "cut")
     assert len([s for s in reader.steps(tmp_path / "cut") if s.stage == "rl"]) == 3
@@ -134,16 +134,16 @@ def test_cut_and_resumed_is_never_cut(
 def test_a_free_run_loses_and_doubles_nothing(update: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut twice on its way: every prompt is learned from once, in the order of the file, no token older than 2."""
     run = replace(run_of(2, deterministic=False, steps=8), engine=Embedded(update=update))
-    learn = ReinforceDriver._learn
+    remember = ReinforceDriver.remember
     cuts = {3, 6}
 
-    async def cut(self: ReinforceDriver, asked: Experience) -> Step:
+    def cut(self: ReinforceDriver, asked: Experience, step: Step) -> Step:
         if asked.index in cuts:
             cuts.remove(asked.index)
             self.stopper.stop(15)
-        return await learn(self, asked)
+        return remember(self, asked, step)
 
-    monkeypatch.setattr(ReinforceDriver, "_learn", cut)
+    monkeypatch.setattr(ReinforceDriver, "remember", cut)
     with pytest.raises(Interrupted):
         played(run, tmp_path / "run")
     with pytest.raises(Interrupted):
@@ -228,15 +228,15 @@ def test_a_replay_buffer_comes_back_from_a_checkpoint(
     rows = [r for r in reader.episode_files(tmp_path / "whole") if (r.stage, r.kind) == ("rl", "train")]
     written = [(e.episode.task.id, e.episode.visit, e.episode.sibling) for r in rows for e in episodes_of(r)]
     assert len(set(written)) == len(written) == 6 * 4 * 4, "the record holds each answer once"
-    learn = ReinforceDriver._learn
+    remember = ReinforceDriver.remember
 
-    async def cut(self: ReinforceDriver, asked: Experience) -> Step:
+    def cut(self: ReinforceDriver, asked: Experience, step: Step) -> Step:
         if asked.index == 4:
             self.stopper.stop(15)
-        return await learn(self, asked)
+        return remember(self, asked, step)
 
     with monkeypatch.context() as patched:
-        patched.setattr(ReinforceDriver, "_learn", cut)
+        patched.setattr(ReinforceDriver, "remember", cut)
         with pytest.raises(Interrupted):
             played(run, tmp_path / "cut")
     main.run(resume=tmp_path / "cut", quiet=True)
@@ -258,7 +258,7 @@ def test_weights_are_pushed_every_so_many_optimizer_steps(tmp_path: Path) -> Non
 def test_a_step_without_a_second_minibatch_does_not_put_off_a_push(tmp_path: Path) -> None:
     """Minibatches without credit, here of two equal answers, take no optimizer step. Weights are pushed after as many
     steps all the same, so no token is older than promised."""
-    two = {"prompts": 2, "siblings": 2, "minibatches": 2}
+    two: dict[str, Any] = {"prompts": 2, "siblings": 2, "minibatches": 2}
     run = run_of(1, **two, algorithm=DR_GRPO, sync_every=4, steps=8, eval_every=0, checkpoint_every=0)
     steps = [s for s in reader.steps(played(run, tmp_path / "run")) if s.stage == "rl"]
     assert min(s.gauges["optim/steps"].sum for s in steps) < 2, "some minibatch has no credit"

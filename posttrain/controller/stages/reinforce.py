@@ -89,12 +89,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         await parts.publish()
         self._resume_queue(checkpoint)
         await self.watch.begin(self.roles)
-        return partial(ask, self.roles), self._learn
-
-    async def _learn(self, asked: Experience) -> Step:
-        step = await learn(self.roles, asked)
-        await self.roles.groups.learned()
-        return step
+        return partial(ask, self.roles), partial(learn, self.roles)
 
     async def close(self) -> None:
         self.parts.sync.ready = None
