@@ -175,6 +175,7 @@ HARMLESS = frozenset(
         ),
         *("Optimizer.kind", "Optimizer.schedule", "Optimizer.rates", "Optimizer.freeze"),
         "Replay.balanced",
+        "Reinforce.unfinished",
         *("Lora.targets", "Lora.rslora", "Lora.dora"),
         *("Stage.name", "Stage.start", "Stage.time_of", "Stage.eval", "Stage.hands_on"),
         *(

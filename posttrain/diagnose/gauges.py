@@ -383,6 +383,9 @@ REGISTRY: dict[str, Definition] = {
         "its square; effective share of tokens = used^2 / used_square", "1", "near used^2"
     ),
     "correction/silenced": Definition("share of tokens whose correction is 0", "share", "< 0.05"),
+    "rollout/asked_again": Definition(
+        "groups that were given up when new weights came, and asked again", "groups", "few: each cost what it had said"
+    ),
     "replay/groups": Definition("groups of the replay buffer that the step learned from again", "groups", "any"),
     "replay/held": Definition("groups in the replay buffer", "groups", "at most replay.size"),
     "replay/age": Definition("steps since they were played, mean over those groups", "steps", "at most replay.age"),

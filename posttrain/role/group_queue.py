@@ -198,6 +198,8 @@ class GroupQueue:
     """Steps of the stage."""
     staleness: int
     deterministic: bool
+    asks_again: bool
+    """Whether groups that have not ended when new weights come are given up and asked again."""
     versions: deque[int]
     """Of the learner, at the beginning of the last steps. As many as its deque has room for."""
     idle: Callable[[], Awaitable[None]]
@@ -207,6 +209,9 @@ class GroupQueue:
     _taken: int = 0
     _played: int = 0
     _last: tuple[Group, ...] = ()
+    _given_up: list[AskedGroup] = field(default_factory=list[AskedGroup])
+    _lost: int = 0
+    """Groups that were given up since the last step began."""
     _error: Exception | None = None
 
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
@@ -228,7 +233,10 @@ class GroupQueue:
             self._admit()
         await self.idle()
         self._last = tuple(played)
-        return TakenGroups(self._last, tuple(passed), min(begun), tuple(self.versions), {"engine/tokens": said})
+        engine = {"engine/tokens": said}
+        if self.asks_again:
+            engine, self._lost = engine | {"rollout/asked_again": Gauge(self._lost, 1)}, 0
+        return TakenGroups(self._last, tuple(passed), min(begun), tuple(self.versions), engine)
 
     async def proceed(self) -> None:
         """Sampling comes before learning: a tool that is called early works while the learner computes."""
@@ -237,8 +245,23 @@ class GroupQueue:
     async def learned(self) -> None:
         if self.deterministic:
             await self.rest()
+        for asked in self._given_up:
+            asked.sampler, asked.group = self._play(asked.task, asked.visit)
+            asked.begun = asked.sampler.version
+        self._given_up = []
         self.prompts.learn(self._last)
         self._last = ()
+
+    async def ready(self) -> None:
+        """Before new weights come: groups that have not ended are waited for, or given up, or they go on."""
+        if self.deterministic:
+            await self.rest()
+        elif self.asks_again:
+            self._given_up += [a for a in self._waiting if not a.group.done()]
+            for asked in self._given_up:
+                asked.group.cancel()
+            await asyncio.gather(*(a.group for a in self._given_up), return_exceptions=True)
+            self._lost += len(self._given_up)
 
     async def rest(self) -> None:
         """Wait until every group that was asked has ended. A failure is raised when its step takes it."""
@@ -268,7 +291,7 @@ class GroupQueue:
         for q in queued:
             task = self.prompts.source.task(q.index)
             if not q.siblings:
-                self._ask(task, q.visit, q.index, q.cursor, StepNumber(self.index, self.steps))
+                self._ask(task, q.visit, q.index, q.cursor)
                 continue
             group = next(groups)
             known = asyncio.get_running_loop().create_future()
@@ -294,16 +317,21 @@ class GroupQueue:
     def _admit(self) -> None:
         while self._room() > 0:
             task, visit = next(self.prompts)
-            at = StepNumber(self.index, self.steps)
-            self._ask(task, visit, self.prompts.index, self.prompts.cursor, at)
+            self._ask(task, visit, self.prompts.index, self.prompts.cursor)
 
-    def _ask(self, task: Task, visit: int, index: int, cursor: int, at: StepNumber) -> None:
+    def _ask(self, task: Task, visit: int, index: int, cursor: int) -> None:
+        sampler, playing = self._play(task, visit)
+        self._waiting.append(AskedGroup(task, visit, index, cursor, sampler.version, sampler, playing))
+
+    def _play(self, task: Task, visit: int) -> tuple[MeteredSampler, asyncio.Future[Group]]:
+        """Begin a group, under the weights of now."""
         sampler = MeteredSampler(self.rollout.sampler)
+        at = StepNumber(self.index, self.steps)
         rollout, request = replace(self.rollout, sampler=sampler), replace(self.request, at=at)
         playing = asyncio.ensure_future(rollout.group(task, visit, request, self.sampling, self.stream))
-        self._waiting.append(AskedGroup(task, visit, index, cursor, sampler.version, sampler, playing))
         if self.request.mixed:
             playing.add_done_callback(lambda _: self._again())
+        return sampler, playing
 
     def _again(self) -> None:
         """A group has ended. Where the filter refuses it, another one is asked at once."""

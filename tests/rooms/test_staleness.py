@@ -8,7 +8,7 @@ import random
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -35,14 +35,16 @@ from tests.tiny import tiny_run
 
 
 class Late(Arithmetic):
-    """Arithmetic in two turns. Before each, a tool works for a time that no seed decides."""
+    """Arithmetic in two turns. Between them a tool works for a time that no seed decides."""
+
+    slowest: ClassVar[float] = 0.03
 
     async def play(self, task: Task, talk: Talk) -> Stop:
         talk.see(task.prompt)
         first = await talk.say()
         if first.stop is not Stop.SAID:
             return first.stop
-        await asyncio.sleep(random.random() * 0.03)
+        await asyncio.sleep(random.random() * self.slowest)
         talk.see("=")
         return (await talk.say()).stop
 
@@ -130,10 +132,15 @@ def test_cut_and_resumed_is_never_cut(
 
 
 @LONG
-@pytest.mark.parametrize("update", ["drain", "inflight"])
-def test_a_free_run_loses_and_doubles_nothing(update: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("update", "unfinished"), [("drain", "go_on"), ("inflight", "go_on"), ("drain", "ask_again")])
+def test_a_free_run_loses_and_doubles_nothing(
+    update: Any, unfinished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cut twice on its way: every prompt is learned from once, in the order of the file, no token older than 2."""
-    run = replace(run_of(2, deterministic=False, steps=8), engine=Embedded(update=update))
+    if unfinished == "ask_again":
+        monkeypatch.setattr(Late, "slowest", 0.15)
+    run = run_of(2, deterministic=False, steps=8, unfinished=unfinished)
+    run = replace(run, engine=Embedded(update=update))
     remember = ReinforceDriver.remember
     cuts = {3, 6}
 
@@ -153,6 +160,8 @@ def test_a_free_run_loses_and_doubles_nothing(update: Any, tmp_path: Path, monke
     assert [s.index for s in steps] == list(range(1, 9))
     assert all(s.gauges["rollout/most_behind"].sum <= 2 for s in steps)
     assert max(s.gauges["rollout/most_behind"].sum for s in steps) >= 1, "samples did run ahead"
+    if unfinished == "ask_again":
+        assert sum(s.gauges["rollout/asked_again"].sum for s in steps) > 0, "tools were at work when weights came"
     asked = [
         (e.episode.task.id, e.episode.visit, e.episode.sibling)
         for row in reader.episode_files(tmp_path / "run")
@@ -184,7 +193,7 @@ def test_staleness_zero_through_the_queue_is_the_synchronous_run(
     def queue(self: ReinforceDriver, prompts: Prompts, sampling: Any) -> GroupSource:
         stage, state = self.stage, self.state
         of = (self.setting.rollout, prompts, sampling, "train/rl", stage.algorithm.request(stage))
-        made.append(GroupQueue(*of, state.step + 1, stage.steps, 0, True, deque(maxlen=1), self.parts.idle))
+        made.append(GroupQueue(*of, state.step + 1, stage.steps, 0, True, False, deque(maxlen=1), self.parts.idle))
         return made[-1]
 
     monkeypatch.setattr(ReinforceDriver, "_groups", queue)
@@ -277,6 +286,7 @@ def test_what_checks_sample_is_not_counted_as_a_step_s(tmp_path: Path) -> None:
     ("settings", "word"),
     [
         ({"staleness": -1}, "must be >= 0"),
+        ({"unfinished": "ask_again"}, "staleness=0"),
         ({"minibatches": 2, "sync_every": 3}, "use a multiple of 2"),
         ({"sync_every": 2, "eval_every": 3}, "eval_every=3"),
         ({"sync_every": 2, "checkpoint_every": 3}, "checkpoint_every=3"),

@@ -167,6 +167,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             stage.steps,
             stage.staleness,
             run.deterministic,
+            stage.unfinished == "ask_again",
             versions,
             self.parts.idle,
             state.walked,
@@ -179,8 +180,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             buffer.restore(state.replay, load_groups(checkpoint / REPLAY, state.replay))
         if not isinstance(groups, GroupQueue):
             return
-        if self.parts.run.deterministic:
-            self.parts.sync.ready = groups.rest
+        self.parts.sync.ready = groups.ready
         if checkpoint is not None and state.queue:
             groups.restore(state.queue, load_groups(checkpoint / QUEUE, state.queue, groups.prompts.source.task))
 
