@@ -19,7 +19,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ import numpy as np
 
 import posttrain
 from benchmarks.algorithms import accuracies
+from benchmarks.from_start import run_from, start
 from benchmarks.staleness_arms import (
     ARMS,
     LEARNED,
@@ -38,10 +39,8 @@ from benchmarks.staleness_arms import (
     STALENESS,
     STEPS,
 )
-from benchmarks.updates import judged, mean, start
+from benchmarks.updates import judged, mean
 from posttrain.core import reader
-from posttrain.core.run import Model, Optimizer, Reinforce, Run
-from posttrain.recipe.recipes import recipe
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/staleness.json"
@@ -78,40 +77,13 @@ class StaleRow:
     seconds: float
 
 
-def run_of(arm: str, staleness: int, seed: int, model: Path, steps: int = STEPS, rate: float = RATE) -> Run:
-    """The run of one arm."""
-    base = recipe("arithmetic")
-    stage = base.stage("rl")
-    assert isinstance(stage, Reinforce)
-    stage = replace(
-        stage,
-        algorithm=ARMS[arm],
-        prompts=PROMPTS,
-        siblings=SIBLINGS,
-        staleness=staleness,
-        optimizer=Optimizer(lr=rate, warmup=0),
-        steps=steps,
-        eval_every=0,
-        checkpoint_every=0,
-        target=None,
-        wall_time=None,
-    )
-    return Run(
-        recipe=arm,
-        seed=seed,
-        threads=1,
-        model=Model(path=str(model)),
-        env=base.env,
-        evaluation=replace(base.evaluation, samples=2),
-        stages=(stage,),
-    )
-
-
 def play(arm: str, staleness: int, seed: int, model: Path, folder: Path, steps: int, rate: float) -> StaleRow:
     begun, stopped = time.perf_counter(), ""
     out = folder / f"{arm}-{staleness}-{seed}-{rate:g}"
+    batch = {"prompts": PROMPTS, "siblings": SIBLINGS, "staleness": staleness}
+    run = run_from(model, ARMS[arm], name=arm, seed=seed, rate=rate, steps=steps, **batch)
     try:
-        posttrain.run(run_of(arm, staleness, seed, model, steps, rate), out=out, quiet=True)
+        posttrain.run(run, out=out, quiet=True)
     except posttrain.PosttrainError as error:
         stopped = str(error).split(":")[0][:80]
     lines = [s for s in reader.steps(out) if "policy/ratio" in s.gauges]

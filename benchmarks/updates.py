@@ -20,13 +20,15 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import posttrain
 from benchmarks.algorithms import accuracies, teacher
+from benchmarks.from_start import run_from, start
 from benchmarks.updates_regions import (
     ARMS,
     ASIDE,
@@ -44,8 +46,7 @@ from benchmarks.updates_regions import (
 )
 from posttrain.core import reader
 from posttrain.core.gauge import Step
-from posttrain.core.run import Model, Optimizer, Reinforce, Run
-from posttrain.recipe.recipes import recipe
+from posttrain.core.run import Run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/updates.json"
@@ -86,44 +87,14 @@ class ArmRow:
     seconds: float
 
 
-def start(seed: int, folder: Path) -> Path:
-    """The checkpoint that all arms of this seed start from, as a plain model directory."""
-    if not (folder / f"start-{seed}").exists():
-        base = recipe("arithmetic")
-        done = posttrain.run(replace(base, seed=seed, stages=base.stages[:1]), out=folder / f"sft-{seed}", quiet=True)
-        posttrain.export(done.folder, folder / f"start-{seed}")
-    return folder / f"start-{seed}"
-
-
 def run_of(arm: str, rate: str, seed: int, model: Path, steps: int = STEPS) -> Run:
     """The run of one arm. The teacher of a line that learns from one is made beside the start."""
-    base, algorithm = recipe("arithmetic"), {**ARMS, **LINES}[arm]
-    stage, taught = base.stage("rl"), algorithm.rewards == "none"
-    assert isinstance(stage, Reinforce)
-    stage = replace(
-        stage,
-        algorithm=algorithm,
-        reference=teacher(seed, TEACHING, model, model.parent / f"teacher-{seed}") if taught else None,
-        prompts=PROMPTS,
-        siblings=SIBLINGS,
-        minibatches=MINIBATCHES,
-        epochs=EPOCHS,
-        optimizer=Optimizer(lr=RATES[rate], warmup=0),
-        steps=steps,
-        eval_every=0,
-        checkpoint_every=0,
-        target=None,
-        wall_time=None,
-    )
-    return Run(
-        recipe=arm,
-        seed=seed,
-        threads=1,
-        model=Model(path=str(model)),
-        env=base.env,
-        evaluation=replace(base.evaluation, samples=2),
-        stages=(stage,),
-    )
+    algorithm = {**ARMS, **LINES}[arm]
+    taught = algorithm.rewards == "none"
+    reference = teacher(seed, TEACHING, model, model.parent / f"teacher-{seed}") if taught else None
+    batch = {"prompts": PROMPTS, "siblings": SIBLINGS, "minibatches": MINIBATCHES, "epochs": EPOCHS}
+    more: dict[str, Any] = batch | {"rate": RATES[rate], "reference": reference}
+    return run_from(model, algorithm, name=arm, seed=seed, steps=steps, **more)
 
 
 def play(arm: str, rate: str, seed: int, model: Path, folder: Path, steps: int = STEPS) -> ArmRow:
