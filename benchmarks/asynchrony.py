@@ -10,7 +10,8 @@ staleness all answers of a step start at once, and the step waits for the slowes
 nothing could be computed. With staleness K the answers of the K next steps are on their way meanwhile.
 
 The limit of staleness K is min(K + 1, T / W): no more than K + 1 steps are on their way at once, and a step cannot take
-less time than its work. T is the time of a synchronous step and W what of it was not idle.
+less time than its work. T is the time of a synchronous step and W what of it was not idle. With more answers on their
+way an engine's steps are fuller and their work is less than W, so a side may exceed the limit.
 
 Each side is a process of its own, one after the other, several rounds; medians over the rounds. The first two steps of
 a side are its warm-up, and the last K + 1 are left out, because nothing more is asked then.
@@ -34,8 +35,8 @@ from side import machine
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "asynchrony.json"
-SIZE = Size(hidden=160, layers=5, heads=5, kv_heads=5, ffn=480, search=1, tries=1, repeats=1)
-"""A model whose work is about half of a synchronous step on two cores."""
+SIZE = Size(hidden=64, layers=2, heads=2, kv_heads=2, ffn=192, search=1, tries=1, repeats=1)
+"""A model, and turns, so small that a synchronous step on two cores is idle for a little more than half of its time."""
 QUICK = Size(hidden=64, layers=2, heads=2, kv_heads=2, ffn=128, search=1, tries=1, repeats=1)
 POSITIONS = 1024
 WARM = 2

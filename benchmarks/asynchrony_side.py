@@ -39,7 +39,7 @@ from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.single import Generated, SingleTurn
 
 TURNS = 3
-MEAN, CAP = 40.0, 160
+MEAN, CAP = 8.0, 48
 """Tokens of a turn: log-normal with this mean and the same deviation, and its largest."""
 FASTEST, SLOWEST = 0.05, 2.0
 """Seconds of a tool call, log-uniform."""

@@ -85,7 +85,7 @@ def test_every_pattern_names_a_file() -> None:
         found = s.arguments(TABLE.tests)
         assert s.make or found, f"suite {s.name!r} has no tests"
         for pattern in s.reads:
-            one = replace(s, tests=(pattern,), make="")
+            one = replace(s, tests=(pattern,), make="", counted=True)
             assert any(one.has(str(p)) for p in TABLE.reach.files), (
                 f"suite {s.name!r} reads {pattern}, and there is no such file"
             )
@@ -101,6 +101,14 @@ def test_a_suite_without_tests_is_refused() -> None:
         Suite(name="x", seconds=1)
     with pytest.raises(TableError, match="above 0"):
         Suite(name="x", seconds=0, make="lint")
+    with pytest.raises(TableError, match="leave `counted` out"):
+        Suite(name="x", seconds=1, tests=("tests/x.py",), counted=False)
+
+
+def test_a_target_that_is_no_pytest_says_by_its_exit_status_what_came_of_it() -> None:
+    compares = Suite(name="x", seconds=1, make="parity", counted=False)
+    assert not play.Result(compares).trouble and "exit status 2" in play.Result(compares, code=2).trouble
+    assert "no test" in play.Result(replace(compares, counted=True)).trouble
 
 
 # --- the promises: every fourth landing, and the time -----------------------------------------------------------------

@@ -38,6 +38,7 @@ class Suite:
     alone: bool = False
     one: str = ""
     reads: tuple[str, ...] = ()
+    counted: bool = True
     may_skip: bool = False
     settings: dict[str, str] = field(default_factory=dict[str, str], hash=False)
     everything: dict[str, str] = field(default_factory=dict[str, str], hash=False)
@@ -45,6 +46,8 @@ class Suite:
     def __post_init__(self) -> None:
         if bool(self.tests) == bool(self.make):
             raise TableError(f"{TABLE}: suite {self.name!r} needs either `tests` or `make`")
+        if not self.counted and not self.make:
+            raise TableError(f"{TABLE}: suite {self.name!r} has tests, which pytest counts: leave `counted` out")
         if self.marked not in (QUICK, PROVE) or self.seconds <= 0:
             raise TableError(f'{TABLE}: suite {self.name!r}: marked is "{QUICK}" or "{PROVE}", seconds are above 0')
 
