@@ -1,8 +1,8 @@
 """Asking ahead of learning, beside asking and learning in turn: the same work, tools and lengths, in one run.
 
-    python benchmarks/asynchrony.py                       # staleness 0, 1 and 2; about 8 minutes
-    python benchmarks/asynchrony.py --staleness 0,1,4 --rounds 1
-    python benchmarks/asynchrony.py --quick               # small and short: does it run?
+    python -m benchmarks.asynchrony                       # staleness 0, 1 and 2; about 8 minutes
+    python -m benchmarks.asynchrony --staleness 0,1,4 --rounds 1
+    python -m benchmarks.asynchrony --quick               # small and short: does it run?
 
 A step is 32 prompts x 8 answers of 3 turns. After each of the first two turns a tool works for 50 ms to 2 s,
 log-uniform; turns have log-normal lengths. Both come from tables, so that every side plays the same work. Without
@@ -30,8 +30,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from grpo_work import Size, save_checkpoint
-from side import machine
+from benchmarks.grpo_work import Size, save_checkpoint
+from benchmarks.side import machine
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "asynchrony.json"

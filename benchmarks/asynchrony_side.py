@@ -1,4 +1,4 @@
-"""One side of benchmarks/asynchrony.py: a run with its tools and lengths given, in a process of its own.
+"""One side of `benchmarks.asynchrony`: a run with its tools and lengths given, in a process of its own.
 
 A line of JSON on standard input says how; lines of JSON on standard output say how long each step took.
 """

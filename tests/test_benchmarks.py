@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import posttrain
-from benchmarks import grpo_work, head
+from benchmarks import asynchrony, grpo_work, head
 from benchmarks.side import ROOT, Worker
 from benchmarks.updates_regions import ARMS
 from posttrain.core import reader
@@ -170,3 +170,24 @@ def test_arms_of_several_updates_part(tmp_path: Path) -> None:
     silent = {arm: f["policy/clip_low"] + f["policy/clip_high"] for arm, f in found.items()}
     assert silent["no_clip"] == silent["seq_is"] == 0 < silent["clip"] < 0.4 < silent["gspo"], silent
     assert "optim/share" not in found["seq_is"] and 0.1 < found["vcpo_step"]["optim/share"] < 0.99, found["vcpo_step"]
+
+
+def test_asking_ahead_is_compared_with_the_synchronous_side_of_its_round() -> None:
+    sync = [{"seconds": 4.0, "idle": 2.0, "work": 2.0}, {"seconds": 5.0, "idle": 2.5, "work": 2.5}]
+    ahead = [{"seconds": 2.0, "idle": 0.2, "work": 1.8}, {"seconds": 2.5, "idle": 0.2, "work": 2.3}]
+    told = asynchrony.summary({0: sync, 1: ahead, 4: ahead})
+    assert [r["faster"] for r in told] == [1, 2, 2]
+    assert [r["limit"] for r in told] == [1, 2, 2], "K + 1, and no more than time over work"
+    assert told[1]["idle_share"] == pytest.approx(0.2 / 2.25)
+
+
+@pytest.mark.prove
+def test_a_side_that_asks_ahead_plays_the_given_work(tmp_path: Path) -> None:
+    grpo_work.save_checkpoint(SMALL, tmp_path, 1024)
+    job = {"checkpoint": str(tmp_path), "prompts": 2, "siblings": 2, "slots": 8, "steps": 4}
+    for staleness in (0, 1):
+        told = asynchrony.side(job | {"staleness": staleness}, 1)
+        found = asynchrony.measured(told)
+        assert 0 < found["idle"] < found["seconds"] and found["most_behind"] == staleness
+        spoken = {r["gauges"]["rollout/tokens"] for r in told["rows"]}
+        assert len(spoken) == 1, "every step says the tokens of the table"
