@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from grpo_work import LR, SYMBOLS, prompt, reward
@@ -57,7 +57,7 @@ class SideJob:
     slots: int = 256
     threads: int = 2
     algorithm: str = "decoupled_ppo"
-    update: str = "drain"
+    update: Literal["drain", "inflight", "stale"] = "drain"
     seed: int = 0
 
 
@@ -197,7 +197,7 @@ def make_run(job: SideJob) -> Run:
     return Run(
         recipe="asynchrony",
         model=Model(path=job.checkpoint),
-        engine=Embedded(update=job.update),  # type: ignore[arg-type]
+        engine=Embedded(update=job.update),
         stages=(stage,),
         evaluation=Evaluation(samples=1),
         threads=job.threads,

@@ -14,10 +14,9 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from grpo_work import LR, SIBLINGS, SYMBOLS, Job, Wire, lengths_PG, memory_mb, prompt, reward
@@ -30,7 +29,6 @@ from posttrain.controller.parts import RunParts
 from posttrain.controller.step import ask, learn
 from posttrain.core.algorithm import patch
 from posttrain.core.book import Book
-from posttrain.core.gauge import Gauges
 from posttrain.core.ladder import GRPO
 from posttrain.core.ports import Attempt, Sampler, TaskSource
 from posttrain.core.run import Model, Optimizer, Reinforce, Run
@@ -38,7 +36,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.single import Generated, SingleTurn
-from posttrain.role.group_queue import Waves
+from posttrain.role.group_queue import MeteredSampler, Waves
 from posttrain.role.prompts import Prompts
 from posttrain.role.roles import ReinforceRoles, stream_of
 
@@ -78,31 +76,15 @@ class Symbols(SingleTurn):
         return (next(c for c in SYMBOLS if reward(c) == 0),)
 
 
-class ForcedLengths:
-    """A Sampler that says exactly `lengths[i]` tokens to the i-th request of a step: groups in order, siblings in
+class ForcedLengths(MeteredSampler):
+    """A sampler that says exactly `lengths[i]` tokens to the i-th request of a step: groups in order, siblings in
     order."""
 
     def __init__(self, inner: Sampler) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.lengths: list[int] = []
         self.asked = 0
         self._forced: dict[tuple[Sampling, int], Sampling] = {}
-
-    @property
-    def version(self) -> int:
-        return self._inner.version
-
-    @property
-    def keeps_sets(self) -> bool:
-        return self._inner.keeps_sets
-
-    @property
-    def draws_by_place(self) -> bool:
-        return self._inner.draws_by_place
-
-    @property
-    def context(self) -> int:
-        return self._inner.context
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
         wanted = self.lengths[self.asked]
@@ -110,16 +92,10 @@ class ForcedLengths:
         key = (sampling, wanted)
         if key not in self._forced:  # forcing a length is the benchmark's work, so it is done once
             self._forced[key] = replace(sampling, max_tokens=wanted, stop_ids=())
-        said = await self._inner.generate(ids, self._forced[key], place)
+        said = await super().generate(ids, self._forced[key], place)
         if len(said.ids) != wanted:
             raise AssertionError(f"said {len(said.ids)} tokens, wanted {wanted}")
         return said
-
-    async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        return await self._inner.load(version, tensors)
-
-    def gauges(self) -> Gauges:
-        return self._inner.gauges()
 
 
 def make_run(job: Job) -> Run:
@@ -176,7 +152,7 @@ async def serve(wire: Wire, job: Job, folder: Path) -> None:
     with Book.create(folder, run, facts(policy, threads)) as book:
         parts = make_parts(run, policy, env, book, [])
         lengths = ForcedLengths(parts.sampler)
-        parts.rollout.sampler = lengths  # type: ignore[assignment]  # it is asked for turns, not for scores
+        parts.rollout.sampler = lengths
         roles = make_roles(parts)
         await parts.publish()
         await roles.watch.begin(roles)

@@ -217,6 +217,7 @@ class GroupQueue:
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
         self.index, self._taken, self._played = index, 0, 0
         self.versions.append(version)
+        self._ask_given_up()
         self._admit()
         played, passed, begun, said = list[Group](), list[bool](), list[int](), Gauge(0, 0)
         while self._taken < request.groups and len(played) < request.most * request.groups:
@@ -245,10 +246,7 @@ class GroupQueue:
     async def learned(self) -> None:
         if self.deterministic:
             await self.rest()
-        for asked in self._given_up:
-            asked.sampler, asked.group = self._play(asked.task, asked.visit)
-            asked.begun = asked.sampler.version
-        self._given_up = []
+        self._ask_given_up()
         self.prompts.learn(self._last)
         self._last = ()
 
@@ -262,6 +260,14 @@ class GroupQueue:
                 asked.group.cancel()
             await asyncio.gather(*(a.group for a in self._given_up), return_exceptions=True)
             self._lost += len(self._given_up)
+
+    def _ask_given_up(self) -> None:
+        """Ask groups that were given up again, in their places. Weights are also pushed between steps, so both the end
+        of a step and the beginning of one come here."""
+        for asked in self._given_up:
+            asked.sampler, asked.group = self._play(asked.task, asked.visit)
+            asked.begun = asked.sampler.version
+        self._given_up = []
 
     async def rest(self) -> None:
         """Wait until every group that was asked has ended. A failure is raised when its step takes it."""

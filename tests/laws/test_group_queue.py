@@ -255,6 +255,25 @@ def test_a_failure_is_raised_by_the_step_that_would_learn_from_it() -> None:
     assert asyncio.run(work()) == 2
 
 
+def test_a_push_between_two_steps_gives_up_no_group_for_good() -> None:
+    """With `ask_again` a group that is given up outside of a step, such as before an evaluation, is asked again."""
+
+    async def work() -> list[list[str]]:
+        s = Schedule((30,), (0,), (False,), staleness=2, prompts=2, steps=4, again=True)
+        queue, _, server = s.queue(False)
+        out = list[list[str]]()
+        for index in range(1, 5):
+            taken = await queue.take(index, queue.request, index - 1, PassRate())
+            out.append([g.task.id for g in taken.played])
+            server.version = index
+            await queue.learned()
+            await queue.ready()
+        await queue.close()
+        return out
+
+    assert asyncio.run(work()) == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]
+
+
 def test_prompts_that_run_out_are_told_by_the_next_step() -> None:
     """Where the filter refuses a group and no other can be asked, the reason is not lost in the background."""
 

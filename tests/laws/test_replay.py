@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from posttrain.algorithm.credit import credit_step
 from posttrain.checks.expected import expected_credit
+from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import DR_GRPO, GRPO, RLOO
 from posttrain.core.replay import Replay
@@ -110,13 +113,8 @@ def test_what_was_saved_comes_back() -> None:
 
 
 @pytest.mark.parametrize("a", [GRPO, RLOO, DR_GRPO], ids=lambda a: a.name)
-def test_a_discount_is_a_factor_of_the_credit(a: object) -> None:
+def test_a_discount_is_a_factor_of_the_credit(a: Algorithm) -> None:
     """Of its own group alone, in the credit and in the credit that every run checks it with."""
-    from dataclasses import replace
-
-    from posttrain.core.algorithm import Algorithm
-
-    assert isinstance(a, Algorithm)
     a = replace(a, pull=None)
     plain = [group("a", 0, (0.0, 1.0, 0.5)), group("b", 1, (1.0, 0.0, 0.0))]
     less = [plain[0], replace(plain[1], discount=0.25)]
@@ -149,6 +147,6 @@ def test_a_discount_is_a_factor_of_the_credit(a: object) -> None:
         ({"discount": 1.5}, "discount=1.5"),
     ],
 )
-def test_what_means_nothing_is_refused(settings: dict[str, float], word: str) -> None:
+def test_what_means_nothing_is_refused(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        Replay(**settings)  # type: ignore[arg-type]
+        Replay(**settings)
