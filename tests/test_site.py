@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts.site.pages import SiteError, Stage, outline, place, read_pages, relative, slug
-from scripts.site.pictures import PICTURES
+from scripts.site.pictures import PICTURES, Picture
 
 ROOT = Path(__file__).parents[1]
 PAGES = read_pages(ROOT)
@@ -94,10 +94,10 @@ def test_links_turn_into_those_of_the_site() -> None:
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda p: p.name)
-def test_a_picture_is_of_its_command_and_asks_nobody(picture: object) -> None:
-    text = (ROOT / f"docs/pictures/{picture.name}.svg").read_text(encoding="utf-8")  # type: ignore[attr-defined]
+def test_a_picture_is_of_its_command_and_asks_nobody(picture: Picture) -> None:
+    text = (ROOT / f"docs/pictures/{picture.name}.svg").read_text(encoding="utf-8")
     words = "".join(xml.fromstring(text).itertext()).replace("\xa0", " ")
-    assert picture.command in words  # type: ignore[attr-defined]
+    assert picture.command in words
     assert not re.findall(r"(?:url\(|href=)[\"']?https?://", text) and "/.venv" not in words
 
 
