@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,28 @@ def memory_mb() -> dict[str, float]:
     """Resident memory of this process now and at its highest, in MiB (Linux)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return {"now_mb": int(lines["VmRSS"].split()[0]) / 1024, "peak_mb": int(lines["VmHWM"].split()[0]) / 1024}
+
+
+class StepMemory:
+    """Resident memory of this process before a step and at its highest in it, in MiB (Linux).
+
+    The kernel adds up what each CPU counted of pages late, so a reading may lie a little under one
+    before it: the peak of a step is the highest of every reading, and no reading is thrown away.
+    """
+
+    def __init__(self) -> None:
+        self._before = memory_mb()["now_mb"]
+
+    def begin(self) -> None:
+        """A step begins: let the next peak begin here, where Linux allows it."""
+        self._before = memory_mb()["now_mb"]
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def told(self) -> dict[str, float]:
+        """`before_mb`, `now_mb` and `peak_mb` of the step that began last."""
+        read = memory_mb()
+        return {**read, "before_mb": self._before, "peak_mb": max(self._before, *read.values())}
 
 
 class Wire:

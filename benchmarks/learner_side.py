@@ -16,15 +16,13 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from grpo_work import LR, PROMPT, SIBLINGS, SYMBOLS, Job, Wire, lengths_PG, memory_mb, reward
+from grpo_work import LR, PROMPT, SIBLINGS, SYMBOLS, Job, StepMemory, Wire, lengths_PG, reward
 from torch import Tensor
 
 CLIP = 1.0
@@ -218,23 +216,16 @@ def padded(ids: tuple[np.ndarray, ...]) -> tuple[Tensor, Tensor]:
     return rows, mask
 
 
-def forget_peak() -> None:
-    """Let the next peak of resident memory begin here, where Linux allows it."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def main(name: str, job: Job) -> None:
     torch.set_num_threads(job.threads)
     wire, side = Wire(), {"ours": Ours, "unshared": Ours, "naive": Naive, "trl": Trl}[name](job)
+    memory = StepMemory()
     while (command := wire.receive())["do"] == "step":
-        before = memory_mb()["now_mb"]
-        forget_peak()
+        memory.begin()
         begun, cpu = time.perf_counter(), _cpu()
         norm = side.step(command.get("micro", 0))
-        seconds, used, memory = time.perf_counter() - begun, _cpu() - cpu, memory_mb()
-        memory["peak_mb"] = max(memory["peak_mb"], before)  # the kernel adds up its counters of pages late
-        wire.send(seconds=seconds, process_seconds=used, norm=norm, before_mb=before, extra=side.told(), **memory)
+        seconds, used = time.perf_counter() - begun, _cpu() - cpu
+        wire.send(seconds=seconds, process_seconds=used, norm=norm, extra=side.told(), **memory.told())
 
 
 def _cpu() -> float:

@@ -17,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_work import Wire, memory_mb
-from learner_side import forget_peak
+from grpo_work import StepMemory, Wire, memory_mb
 from preference_work import BETA, LR, PairJob
 
 from posttrain.api import overrides as dotted
@@ -81,7 +80,7 @@ class Commanded:
         self, wire: Wire, ask: Callable[[int], Awaitable[Any]], learn: Callable[[Any], Awaitable[Step]]
     ) -> None:
         self._wire, self._ask, self._learn = wire, ask, learn
-        self._begun = self._before = 0.0
+        self._begun, self._memory = 0.0, StepMemory()
         self._line: Step | None = None
 
     async def ask(self, index: int) -> Any:
@@ -90,16 +89,14 @@ class Commanded:
             seconds, gauges = time.perf_counter() - self._begun, self._line.gauges
             self._wire.send(
                 seconds=seconds,
-                before_mb=self._before,
                 roles=dict(self._line.clock),
                 norm=gauges["optim/grad_norm"].mean,
                 shared=gauges["learner/shared"].mean,
-                **memory_mb(),
+                **self._memory.told(),
             )
         if self._wire.receive()["do"] != "step":
             raise Finished
-        self._before = memory_mb()["now_mb"]
-        forget_peak()
+        self._memory.begin()
         self._begun = time.perf_counter()
         return await self._ask(index)
 

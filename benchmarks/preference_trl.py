@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from grpo_work import Wire, memory_mb
-from learner_side import forget_peak
+from grpo_work import StepMemory, Wire, memory_mb
 from preference_work import BETA, LR, PairJob
 from transformers import (
     AutoModelForCausalLM,
@@ -40,7 +39,7 @@ class CommandedStepper(TrainerCallback):
     """Holds the trainer between updates until a command comes, and times what lies between."""
 
     def __init__(self, wire: Wire) -> None:
-        self.wire, self.norm = wire, 0.0
+        self.wire, self.norm, self._memory = wire, 0.0, StepMemory()
         self.after: dict[str, Any] = {}
         """The command that ended this trainer."""
 
@@ -50,7 +49,7 @@ class CommandedStepper(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         seconds = time.perf_counter() - self._begun
-        self.wire.send(seconds=seconds, before_mb=self._before, norm=self.norm, **memory_mb())
+        self.wire.send(seconds=seconds, norm=self.norm, **self._memory.told())
         self._next(control)
 
     def _next(self, control: Any) -> None:
@@ -59,8 +58,7 @@ class CommandedStepper(TrainerCallback):
             self.after = command
             control.should_training_stop = True
             return
-        self._before = memory_mb()["now_mb"]
-        forget_peak()
+        self._memory.begin()
         self._begun = time.perf_counter()
 
 
