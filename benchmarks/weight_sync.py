@@ -183,12 +183,15 @@ def table(rows: Sequence[PushRow]) -> str:
 
 def measured_text(steps: int) -> str:
     """What the table is, in a sentence."""
-    return (
-        f"\nA Qwen3 of 1 M and of 26 M parameters under AdamW at a learning rate of {LR:g}, medians of {steps - 1} pushes,"
-        f" {date.today()},\ntwo cores, one thread a process. *reshard* has the checksums and the encoding of deltas,"
-        " *read* the checksums and the decoding,\n*install* is the engine's copy into its module, *push* is all"
-        " of it.\n\n"
+    lines = (
+        "",
+        f"A Qwen3 under AdamW at a learning rate of {LR:g}, medians of {steps - 1} pushes, {date.today()}, two cores,",
+        "one thread a process. *reshard* has the checksums and the encoding of deltas, *read* the checksums and the",
+        "decoding, *install* is the engine's copy into its module, *push* is all of it.",
+        "",
+        "",
     )
+    return "\n".join(lines)
 
 
 def main() -> None:
