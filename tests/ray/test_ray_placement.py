@@ -58,7 +58,9 @@ def test_a_killed_actor_is_replaced_and_its_turns_are_asked_again(cluster: RayCl
     async def play() -> list[Said]:
         assert await pool.load(3, [("w", torch.tensor(2.0))]) == "weight 2"
         os.kill(first, signal.SIGKILL)
-        return await asyncio.gather(*(pool.generate(prompt(t), PLAIN, t) for t in range(40)))
+        found = await asyncio.gather(*(pool.generate(prompt(t), PLAIN, t) for t in range(40)))
+        await pool.score(prompt())  # waits for the new one
+        return found
 
     found = asyncio.run(play())
     assert all((s.ids == known(prompt(t), t, 2.0)).all() and (s.version == 3).all() for t, s in enumerate(found))

@@ -73,7 +73,9 @@ def test_an_engine_in_a_process_answers_and_is_replaced_when_killed() -> None:
         assert (await pool.score(prompt()) == -2).all()
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        return await asyncio.gather(*(pool.generate(prompt(t), PLAIN, t) for t in range(40)))
+        found = await asyncio.gather(*(pool.generate(prompt(t), PLAIN, t) for t in range(40)))
+        await pool.score(prompt())  # waits for the new one
+        return found
 
     found = asyncio.run(play())
     assert all((s.ids == known(prompt(t), t, 2.0)).all() and (s.version == 3).all() for t, s in enumerate(found))

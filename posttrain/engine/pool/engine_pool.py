@@ -323,10 +323,10 @@ class EnginePool:
             number, cause = self._engines.index(engine), engine.host.died
             self._deadly, self._lost = self._deadly + 1, self._lost + engine.host.take_report()
             self._say(f"{engine.name} died: {cause}\nIts {len(engine.turns)} unfinished turns are asked again")
+            engine.host.close()
+            host, started = self._new(number)
             try:
-                await asyncio.to_thread(engine.host.close)
-                host, started = await asyncio.to_thread(self._new, number)
-                await asyncio.to_thread(has_started, engine.name, host, started, self._timeout)
+                await self._answer(started, "the run", f"the start of a new {engine.name}")
                 if (parcel := self._parcel) is not None:
                     served = await self._answer(host.call("install", parcel), "the run", f"install of {engine.name}")
                     engine.serves(parcel.version, served)
@@ -337,6 +337,9 @@ class EnginePool:
                 self._broken = EngineError(f"{engine.name} died again while it was started anew: {error}")
             except Exception as error:
                 self._broken = error
+            finally:
+                if engine.host is not host:
+                    host.close()
         self._notify()
 
     def _free(self, engine: PooledEngine) -> None:
