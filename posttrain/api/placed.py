@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,12 +21,16 @@ from posttrain.core.placement import Local, Processes, Ray, check_machine
 from posttrain.core.ports import Sampler
 from posttrain.core.run import Run, Supervised
 from posttrain.engine.models import Policy
+from posttrain.engine.parcel.carrier import Carrier
+from posttrain.engine.parcel.folder import FolderCarrier
+from posttrain.engine.parcel.receiver import ParcelReceiver
+from posttrain.engine.parcel.sender import ParcelSender
+from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.pool.engine_pool import EnginePool, NewHost
 from posttrain.engine.pool.engine_process import ProcessHost
 from posttrain.engine.pool.host import EngineHost
 from posttrain.engine.pool.hosted import EngineFacts, EngineStart
 from posttrain.engine.pool.ray_host import RayCluster, RayHost
-from posttrain.engine.pool.weights import FileReceiver, FileSender
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """Nats by which engines on devices of their own may differ in the log-prob of one token. Deterministic ones differ in
@@ -62,18 +69,19 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
     threads = placement.cores or torch.get_num_threads()
     parts = EngineParts(_for_engine(run), replace(policy.twin(), reward_head=None), threads)
     try:
-        start = pickle.dumps(EngineStart(parts, FileReceiver), pickle.HIGHEST_PROTOCOL)
+        start = pickle.dumps(EngineStart(parts, ParcelReceiver), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise EngineError(
             f"the model cannot be sent to another process ({type(error).__name__}: {error}): set placement=local"
         ) from error
 
+    sender = ParcelSender(_carrier(placement), deltas=placement.delta)
     begin, end = _hosts(placement, start, threads)
     exact = run.deterministic or run.exact
     try:
         return EnginePool(
             begin,
-            FileSender(),
+            sender,
             count=placement.engines,
             timeout=placement.timeout,
             deaths=placement.deaths,
@@ -82,8 +90,21 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
             end=end,
         )
     except BaseException:
+        sender.close()
         end()
         raise
+
+
+def _carrier(placement: Processes) -> Carrier:
+    """What brings weights to the engines."""
+    if placement.transport == "shared":
+        return SharedCarrier()
+    if placement.folder is not None:
+        return FolderCarrier(Path(placement.folder))
+    temporary = tempfile.TemporaryDirectory(prefix="posttrain-weights-")
+    carrier = FolderCarrier(Path(temporary.name))
+    weakref.finalize(carrier, temporary.cleanup)
+    return carrier
 
 
 def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, Callable[[], None]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Literal
 
 from posttrain.core.engines import Embedded, Engine
 from posttrain.core.errors import ConfigError
@@ -26,6 +27,13 @@ class Processes:
     cores: int = 0
     """CPU cores of each engine, which its process may not leave. Engine 0 has the last cores, engine 1 those before
     them. 0: every engine may use all cores."""
+    transport: Literal["shared", "file"] = "shared"
+    """How weights come to the engines. shared: a block of memory of this machine. file: files in `folder`."""
+    folder: str | None = None
+    """With transport=file: a folder that all machines see, for this run alone. None: a temporary one here."""
+    delta: bool = False
+    """Send only the tensors and bytes that changed since the last push. The engines serve the same bits; learner and
+    engines each keep one more copy of the weights."""
     timeout: float = 600.0
     """Seconds that a turn, an update or the start of an engine may take. After them the run stops and names who waits
     for whom. An engine without any sign of life for a tenth of this time is replaced."""
@@ -36,6 +44,10 @@ class Processes:
         for name, least in (("engines", 1), ("cores", 0), ("deaths", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"placement.{name}={getattr(self, name)}: must be >= {least}")
+        if self.folder is not None and self.transport != "file":
+            raise ConfigError(
+                f"placement.folder={self.folder}: only placement.transport=file writes into a folder. Leave it out"
+            )
         if not self.timeout > 0:
             raise ConfigError(f"placement.timeout={self.timeout}: must be > 0")
 

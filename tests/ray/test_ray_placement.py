@@ -20,10 +20,12 @@ from posttrain.core import reader
 from posttrain.core.errors import ConfigError, EngineError
 from posttrain.core.placement import Local, Ray
 from posttrain.core.types import Said
+from posttrain.engine.parcel.receiver import ParcelReceiver
+from posttrain.engine.parcel.sender import ParcelSender
+from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.hosted import EngineFacts, EngineStart
 from posttrain.engine.pool.ray_host import RayCluster, RayHost
-from posttrain.engine.pool.weights import FileReceiver, FileSender
 from tests.laws.test_placement import Killer, placed, played
 from tests.rooms.pool_parts import PLAIN, KnownSampler, known, prompt
 from tests.rooms.test_engine_pool import Refuses
@@ -39,13 +41,13 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def actor_pool(cluster: RayCluster, engine: object = KnownSampler) -> EnginePool:
-    start = pickle.dumps(EngineStart(engine, FileReceiver))  # type: ignore[arg-type]
+    start = pickle.dumps(EngineStart(engine, ParcelReceiver))  # type: ignore[arg-type]
 
     def new(number: int) -> tuple[RayHost, Future[EngineFacts]]:
         host = RayHost(f"engine {number}", start, cluster, number, threads=1)
         return host, host.started
 
-    return EnginePool(new, FileSender(), count=2, timeout=60.0, deaths=3)
+    return EnginePool(new, ParcelSender(SharedCarrier()), count=2, timeout=60.0, deaths=3)
 
 
 def test_a_killed_actor_is_replaced_and_its_turns_are_asked_again(cluster: RayCluster) -> None:

@@ -14,10 +14,10 @@ from posttrain.core import seeds
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Stop
+from posttrain.engine.parcel.parcel import Parcel
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.host import OpenCalls
 from posttrain.engine.pool.hosted import EngineFacts, EngineReport, EngineStart, HostedEngine
-from posttrain.engine.pool.weights import Parcel
 
 PLAIN = Sampling(max_tokens=8)
 
@@ -71,7 +71,10 @@ class MemoryWeights:
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Any]]) -> Parcel:
         self.there[version] = list(tensors)
-        return Parcel(version, "here")
+        return self.whole(version)
+
+    def whole(self, version: int) -> Parcel:
+        return Parcel(version, None, "memory", "here", ())
 
     def read(self, parcel: Parcel) -> Iterator[tuple[str, Any]]:
         return iter(self.there[parcel.version])

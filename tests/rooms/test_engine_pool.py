@@ -24,11 +24,13 @@ from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError, EngineError, InvariantError
 from posttrain.core.placement import Local, Processes, Ray, check_machine
 from posttrain.core.types import Said
+from posttrain.engine.parcel.receiver import ParcelReceiver
+from posttrain.engine.parcel.sender import ParcelSender
+from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.pool import engine_pool
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.engine_process import ProcessHost
 from posttrain.engine.pool.hosted import EngineFacts, EngineStart
-from posttrain.engine.pool.weights import FileReceiver, FileSender
 from tests.rooms.pool_parts import PLAIN, KnownSampler, Script, known, prompt, scripted_pool
 from tests.tiny import tiny_run
 
@@ -54,13 +56,13 @@ class Sleeper(KnownSampler):
 
 
 def process_pool(engine: Any = KnownSampler, count: int = 1, timeout: float = 60.0, **how: Any) -> EnginePool:
-    start = pickle.dumps(EngineStart(engine, FileReceiver))
+    start = pickle.dumps(EngineStart(engine, ParcelReceiver))
 
     def new(number: int) -> tuple[ProcessHost, Future[EngineFacts]]:
         host = ProcessHost(f"engine {number}", start, threads=1, cores=None)
         return host, host.started
 
-    return EnginePool(new, FileSender(), count=count, timeout=timeout, deaths=3, **how)
+    return EnginePool(new, ParcelSender(SharedCarrier()), count=count, timeout=timeout, deaths=3, **how)
 
 
 def test_an_engine_in_a_process_answers_and_is_replaced_when_killed() -> None:

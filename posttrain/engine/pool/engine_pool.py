@@ -23,20 +23,18 @@ from posttrain.core.errors import EngineError, InvariantError
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
-from posttrain.engine.pool.host import EngineDied, EngineHost, has_started
+from posttrain.engine.parcel.parcel import Parcel
+from posttrain.engine.pool.host import EngineDied, EngineHost, NewHost, PoolSender, has_started
 from posttrain.engine.pool.hosted import EngineFacts, EngineReport
 from posttrain.engine.pool.router import choose
 from posttrain.engine.pool.turns import PooledEngine, PooledTurn
 from posttrain.engine.pool.waiting import WaitList
-from posttrain.engine.pool.weights import Parcel, WeightSender
 
 T = TypeVar("T")
 WATCH_EVERY = 1.0
 """Seconds between two looks at who waits."""
 SILENT = 0.1
 """Share of the time-out after which an engine without any sign of life is replaced."""
-NewHost = Callable[[int], tuple[EngineHost, "Future[EngineFacts]"]]
-"""Begins the engine of that number; the future has its facts when it can sample."""
 
 
 class EnginePool:
@@ -59,7 +57,7 @@ class EnginePool:
     def __init__(
         self,
         new: NewHost,
-        sender: WeightSender,
+        sender: PoolSender,
         *,
         count: int,
         timeout: float,
@@ -188,7 +186,10 @@ class EnginePool:
             report = report + engine.host.take_report()
         counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
         deaths, self._deadly = self._deadly, 0
-        return {**report.seconds, **counted, **self._sender.clock(), "engine/deaths": float(deaths)}
+        seconds = dict(self._sender.clock())
+        for name, spent in report.seconds.items():
+            seconds[name] = seconds.get(name, 0.0) + spent
+        return {**seconds, **counted, "engine/deaths": float(deaths)}
 
     def line(self) -> str:
         """What all engines do now, in a few words."""
@@ -323,11 +324,13 @@ class EnginePool:
             number, cause = self._engines.index(engine), engine.host.died
             self._deadly, self._lost = self._deadly + 1, self._lost + engine.host.take_report()
             self._say(f"{engine.name} died: {cause}\nIts {len(engine.turns)} unfinished turns are asked again")
-            engine.host.close()
-            host, started = self._new(number)
+            host: EngineHost | None = None
             try:
+                engine.host.close()
+                host, started = self._new(number)
                 await self._answer(started, "the run", f"the start of a new {engine.name}")
-                if (parcel := self._parcel) is not None:
+                if self._parcel is not None:
+                    parcel = self._sender.whole(self._parcel.version)
                     served = await self._answer(host.call("install", parcel), "the run", f"install of {engine.name}")
                     engine.serves(parcel.version, served)
                     if not self._loads:
@@ -338,7 +341,7 @@ class EnginePool:
             except Exception as error:
                 self._broken = error
             finally:
-                if engine.host is not host:
+                if host is not None and engine.host is not host:
                     host.close()
         self._notify()
 

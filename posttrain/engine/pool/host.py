@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol
 
 from posttrain.core.errors import EngineError
+from posttrain.engine.parcel.parcel import Parcel, WeightSender
 from posttrain.engine.pool.hosted import EngineFacts, EngineReport
 
 
@@ -43,6 +45,18 @@ class EngineHost(Protocol):
     def close(self) -> None:
         """End it and free what it held. A second call does nothing."""
         ...
+
+
+class PoolSender(WeightSender, Protocol):
+    """A sender that can also send its newest weights to an engine that has none."""
+
+    def whole(self, version: int) -> Parcel:
+        """What was published last, as a parcel that needs no base."""
+        ...
+
+
+NewHost = Callable[[int], tuple[EngineHost, Future[EngineFacts]]]
+"""Begins the engine of that number; the future has its facts when it can sample."""
 
 
 def has_started(name: str, host: EngineHost, started: Future[EngineFacts], timeout: float) -> EngineFacts:

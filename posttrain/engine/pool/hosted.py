@@ -16,7 +16,7 @@ from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
-from posttrain.engine.pool.weights import Parcel, WeightReceiver
+from posttrain.engine.parcel.parcel import Parcel, WeightReceiver
 
 REPORT_EVERY = 0.25
 """Seconds between two reports that travel with answers."""
@@ -62,7 +62,7 @@ class HostedEngine:
 
     def __init__(self, start: EngineStart) -> None:
         self._engine, self._receiver = start.engine(), start.receiver()
-        self._reported = 0.0
+        self._reported = self._installed = 0.0
 
     async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
         """The value of one call, with a report where one is due."""
@@ -70,7 +70,8 @@ class HostedEngine:
         if method == "generate" and time.monotonic() - self._reported < REPORT_EVERY:
             return value, None
         self._reported = time.monotonic()
-        return value, EngineReport(self._engine.gauges(), dict(self._engine.clock()), memory())
+        seconds, self._installed = {**self._engine.clock(), "sync/install": self._installed}, 0.0
+        return value, EngineReport(self._engine.gauges(), seconds, memory())
 
     async def facts(self) -> EngineFacts:
         e = self._engine
@@ -84,8 +85,11 @@ class HostedEngine:
         return await self._engine.score(ids)
 
     async def install(self, parcel: Parcel) -> str:
-        """Serve the weights of a parcel; returns their fingerprint."""
-        return await self._engine.load(parcel.version, self._receiver.read(parcel))
+        """Serve the weights of a parcel; returns their fingerprint. All tensors are checked before one is loaded."""
+        begun = time.perf_counter()
+        served = await self._engine.load(parcel.version, self._receiver.read(parcel))
+        self._installed += time.perf_counter() - begun
+        return served
 
     async def report(self) -> None:
         """Nothing but the report that comes with the answer."""
