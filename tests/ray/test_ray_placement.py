@@ -27,8 +27,7 @@ from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.hosted import EngineFacts, EngineStart
 from posttrain.engine.pool.ray_host import RayCluster, RayHost
 from tests.laws.test_placement import Killer, placed, played
-from tests.rooms.pool_parts import PLAIN, KnownSampler, known, prompt
-from tests.rooms.test_engine_pool import Refuses
+from tests.rooms.pool_parts import PLAIN, KnownSampler, Refuses, known, prompt
 
 KILLS = int(os.environ.get("POSTTRAIN_SWEEP_KILLS", "3"))
 

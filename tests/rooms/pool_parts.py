@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pickle
+import signal
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,11 +15,16 @@ from typing import Any
 import numpy as np
 
 from posttrain.core import seeds
+from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Stop
 from posttrain.engine.parcel.parcel import Parcel
+from posttrain.engine.parcel.receiver import ParcelReceiver
+from posttrain.engine.parcel.sender import ParcelSender
+from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.pool.engine_pool import EnginePool
+from posttrain.engine.pool.engine_process import ProcessHost
 from posttrain.engine.pool.host import OpenCalls
 from posttrain.engine.pool.hosted import EngineFacts, EngineReport, EngineStart, HostedEngine
 
@@ -171,3 +180,23 @@ def scripted_pool(
 
 def prompt(*ids: int) -> np.ndarray:
     return np.array(ids or (1, 2, 3), np.int32)
+
+
+class Refuses(KnownSampler):
+    def __init__(self, how: str) -> None:
+        print("about to fail", file=sys.stderr, flush=True)
+        if how == "raises":
+            raise ConfigError("there is no such model: give another path")
+        if how == "exits":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def process_pool(engine: Any = KnownSampler, count: int = 1, timeout: float = 60.0, **how: Any) -> EnginePool:
+    start = pickle.dumps(EngineStart(engine, ParcelReceiver))
+
+    def new(number: int) -> tuple[ProcessHost, Future[EngineFacts]]:
+        host = ProcessHost(f"engine {number}", start, threads=1, cores=None)
+        return host, host.started
+
+    return EnginePool(new, ParcelSender(SharedCarrier()), count=count, timeout=timeout, deaths=3, **how)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,45 +22,20 @@ from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError, EngineError, InvariantError
 from posttrain.core.placement import Local, Processes, Ray, check_machine
 from posttrain.core.types import Said
-from posttrain.engine.parcel.receiver import ParcelReceiver
-from posttrain.engine.parcel.sender import ParcelSender
-from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.pool import engine_pool
-from posttrain.engine.pool.engine_pool import EnginePool
-from posttrain.engine.pool.engine_process import ProcessHost
-from posttrain.engine.pool.hosted import EngineFacts, EngineStart
-from tests.rooms.pool_parts import PLAIN, KnownSampler, Script, known, prompt, scripted_pool
+from tests.rooms.pool_parts import (
+    PLAIN,
+    KnownSampler,
+    Refuses,
+    Script,
+    known,
+    process_pool,
+    prompt,
+    scripted_pool,
+)
 from tests.tiny import tiny_run
 
 ROOT = Path(__file__).parents[2]
-
-
-class Refuses(KnownSampler):
-    def __init__(self, how: str) -> None:
-        print("about to fail", file=sys.stderr, flush=True)
-        if how == "raises":
-            raise ConfigError("there is no such model: give another path")
-        if how == "exits":
-            os._exit(3)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Sleeper(KnownSampler):
-    """Its turns last until it is killed."""
-
-    async def generate(self, *given: Any) -> Said:
-        await asyncio.sleep(3600)
-        raise AssertionError("nobody waits this long")
-
-
-def process_pool(engine: Any = KnownSampler, count: int = 1, timeout: float = 60.0, **how: Any) -> EnginePool:
-    start = pickle.dumps(EngineStart(engine, ParcelReceiver))
-
-    def new(number: int) -> tuple[ProcessHost, Future[EngineFacts]]:
-        host = ProcessHost(f"engine {number}", start, threads=1, cores=None)
-        return host, host.started
-
-    return EnginePool(new, ParcelSender(SharedCarrier()), count=count, timeout=timeout, deaths=3, **how)
 
 
 def test_an_engine_in_a_process_answers_and_is_replaced_when_killed() -> None:
@@ -128,7 +101,7 @@ def test_an_engine_that_stands_still_is_replaced() -> None:
 def test_engines_end_with_the_process_that_asked_for_them(tmp_path: Path) -> None:
     """Also where it is killed and cannot tell them."""
     program = (
-        "import os, time\nfrom tests.rooms.test_engine_pool import process_pool\n"
+        "import os, time\nfrom tests.rooms.pool_parts import process_pool\n"
         "pool = process_pool()\nprint(pool.engines[0].host.pid, flush=True)\ntime.sleep(600)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
