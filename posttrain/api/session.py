@@ -38,6 +38,7 @@ from posttrain.core.stage import START
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
+from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.role.weights import load_weights
 
 
@@ -164,8 +165,10 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     say = (lambda line: None) if quiet else terminal.say
     parts = make_parts(run, policy, request.environment, book, trackers, request.others, say)
     cleanup.callback(parts.close)
-    if not quiet and isinstance(parts.sampler, EmbeddedEngine):
+    if not quiet and isinstance(parts.sampler, EmbeddedEngine | EnginePool):
         terminal.say(parts.sampler.describe())
+    if isinstance(parts.sampler, EnginePool):
+        terminal.engines = parts.sampler.line
     checkpoint = request.checkpoint
     if request.longer is not None:
         checkpoint = begin(request.longer, book, checkpoint)
