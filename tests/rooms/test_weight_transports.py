@@ -29,6 +29,7 @@ from posttrain.engine.parcel.parcel import (
 from posttrain.engine.parcel.receiver import FETCH, ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender, this_process
 from posttrain.engine.parcel.shared import SharedCarrier
+from posttrain.faults import planted
 from tests.rooms.parcel_parts import numbered, take_part
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -71,7 +72,7 @@ def trained(steps: int, lr: float = 1e-6) -> Iterator[dict[str, Tensor]]:
     weight = nn.Parameter(torch.randn(400, 500) * 0.02)
     optimizer, mean = torch.optim.AdamW([weight], lr=lr), torch.randn(400, 500) * 1e-3
     for _ in range(steps):
-        yield {"weight": weight.detach()}
+        yield {"weight": weight.detach().clone()}
         weight.grad = mean + torch.randn(400, 500) * 1e-3
         optimizer.step()
 
@@ -113,6 +114,22 @@ def test_weights_that_an_engine_wrote_into_are_noticed_at_the_next_delta() -> No
     dict(receiver.read(sender.publish(1, numbered(1))))["layer.1"].mul_(2)
     with pytest.raises(ParcelDamageError, match=r"tensor 'layer.1' of version 2 arrived with checksum"):
         receiver.read(sender.publish(2, [(n, t if n == "layer.0" else t - 1) for n, t in numbered(2)]))
+    sender.close()
+
+
+@pytest.mark.parametrize(("fault", "deltas"), [("half_a_version_read", False), ("delta_of_wrong_base", True)])
+def test_a_planted_fault_is_found_by_a_checksum_that_names_the_tensor(fault: str, deltas: bool) -> None:
+    """At the first push at which it acts, before anything of it is served."""
+    weights = [*trained(4, lr=1e-3)]
+    sender, receiver = ParcelSender(SharedCarrier(), torch.bfloat16, deltas), ParcelReceiver()
+    with planted(fault):
+        acts = 2 if deltas else 1
+        for version in range(acts):
+            receiver.read(sender.publish(version, [("first", torch.ones(9)), *weights[version].items()]))
+        parcel = sender.publish(acts, [("first", torch.ones(9)), *weights[acts].items()])
+        with pytest.raises(ParcelDamageError, match=f"'weight' of version {acts} arrived with checksum") as caught:
+            receiver.read(parcel)
+    assert caught.value.tensor == "weight"
     sender.close()
 
 
