@@ -41,10 +41,10 @@ from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.models import served_tensors
 from posttrain.engine.parcel.carrier import Carrier
 from posttrain.engine.parcel.collective import COLLECTIVE, CollectiveCarrier, CollectiveFetch
-from posttrain.engine.parcel.folder import FolderCarrier
 from posttrain.engine.parcel.receiver import FETCH, ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender
 from posttrain.engine.parcel.shared import SharedCarrier
+from posttrain.engine.parcel.shared_folder import FolderCarrier
 
 RESULTS = Path(__file__).parent / "results" / "weight_sync.json"
 PAGE = Path(__file__).parents[1] / "docs" / "weight-sync.md"

@@ -17,7 +17,6 @@ from posttrain.core.errors import RunFolderError
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.parcel.carrier import Carrier
 from posttrain.engine.parcel.collective import COLLECTIVE, CollectiveCarrier, CollectiveFetch
-from posttrain.engine.parcel.folder import FolderCarrier
 from posttrain.engine.parcel.parcel import (
     Parcel,
     ParcelBaseError,
@@ -29,9 +28,11 @@ from posttrain.engine.parcel.parcel import (
 from posttrain.engine.parcel.receiver import FETCH, ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender, this_process
 from posttrain.engine.parcel.shared import SharedCarrier
+from posttrain.engine.parcel.shared_folder import FolderCarrier
 from posttrain.faults import planted
 from tests.rooms.parcel_parts import numbered, take_part
 
+pytestmark = pytest.mark.prove
 SPAWN = multiprocessing.get_context("spawn")
 
 
