@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.parcel.block import DTYPES, HEAD, head_bytes, read_block, table_bytes
-from posttrain.engine.parcel.parcel import Parcel, ParcelBaseError, ParcelDamageError, ParcelEntry
+from posttrain.engine.fingerprint import ROW, Spot, fingerprint
+from posttrain.engine.parcel.block import DTYPES, HEAD, head_bytes, raw, read_block, table_bytes
+from posttrain.engine.parcel.parcel import AuditRule, Parcel, ParcelBaseError, ParcelDamageError, ParcelEntry
 from posttrain.engine.parcel.receiver import ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender
 
@@ -228,6 +228,40 @@ def test_a_delta_that_was_damaged_is_refused(weights: dict[str, Tensor], data: s
     else:
         assert same(got, weights)  # zlib has several forms of one stream
     assert receiver.read(sender.whole(1))
+
+
+@given(st.integers(0, 200), st.integers(1, 80), st.integers(0, 2**31))
+def test_a_spot_is_rows_of_the_tensor_and_every_row_has_its_turn(count: int, one_in: int, number: int) -> None:
+    rows = Spot(number, one_in).rows(count).tolist()
+    assert rows == sorted({*rows}) and all(0 <= r < count for r in rows)
+    assert len(rows) == -(-count // one_in)
+    if 0 < count <= 20:
+        assert {r for n in range(1000) for r in Spot(n, one_in).rows(count).tolist()} == {*range(count)}
+
+
+def test_large_models_are_checked_by_spots_with_an_audit_every_few_pushes() -> None:
+    """A tensor of the version before is found at every push; one wrong word is found at an audit at the latest."""
+    carrier = Kept()
+    sender, receiver = sides(carrier, audit=AuditRule(above=1000, every=4))
+    wide = {"a": torch.randn(80 * 2 * ROW), "b": torch.arange(5)}
+    found = list[bool]()
+    for version in range(9):
+        parcel = sender.publish(version, ((n, t + version) for n, t in wide.items()))
+        assert parcel.audited is (version % 4 == 0)
+        assert all(torch.equal(t, wide[n] + version) for n, t in receiver.read(parcel))
+        first = parcel.entries[0]
+        block = carrier.blocks[parcel.place]
+        block[first.offset + 5000] ^= 1
+        try:
+            receiver.read(parcel)
+        except ParcelDamageError as damage:
+            found.append(damage.tensor == "a")
+        else:
+            assert not parcel.audited
+        block[first.offset : first.offset + first.size] = raw(wide["a"] + version + 1).tobytes()
+        with pytest.raises(ParcelDamageError, match="tensor 'a'"):
+            receiver.read(parcel)
+    assert 3 <= len(found) < 9 and all(found)
 
 
 @settings(max_examples=300)

@@ -11,8 +11,9 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from posttrain.engine.parcel.parcel import Parcel, ParcelGoneError
-from posttrain.engine.parcel.receiver import ParcelReceiver
+from posttrain.engine.parcel.collective import COLLECTIVE, CollectiveFetch
+from posttrain.engine.parcel.parcel import Parcel, ParcelError, ParcelGoneError
+from posttrain.engine.parcel.receiver import FETCH, ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender
 from posttrain.engine.parcel.shared import FOLDER, PREFIX, SharedCarrier
 
@@ -52,6 +53,18 @@ def read_once(link: Connection) -> None:
     parcel: Parcel = link.recv()
     tensors = dict(ParcelReceiver().read(parcel))
     link.send(float(sum(t.double().sum() for t in tensors.values())))
+
+
+def take_part(link: Connection, rank: int, seconds: float) -> None:
+    """Read every parcel that comes by broadcast; answers the number that its tensors hold, or the error."""
+    link.send("ready")
+    receiver = ParcelReceiver({**FETCH, COLLECTIVE: CollectiveFetch(rank, seconds=seconds)})
+    while (parcel := link.recv()) is not None:
+        try:
+            held = {float(x) for _, t in receiver.read(parcel) for x in t.unique()}
+            link.send(held)
+        except ParcelError as error:
+            link.send(error)
 
 
 def publish_and(then: str) -> None:

@@ -149,6 +149,7 @@ def test_what_was_mapped_stays_readable_when_it_is_retired(sender: ParcelSender)
 def test_versions_go_forward_on_both_sides(sender: ParcelSender) -> None:
     first, second = sender.publish(1, numbered(1)), sender.publish(2, numbered(2))
     again = sender.publish(2, numbered(5))
+    assert [p.place.removeprefix("/") in blocks() for p in (second, again)] == [True, True]
     with pytest.raises(ParcelOrderError, match="version 1 was to be published after version 2"):
         sender.publish(1, numbered(1))
     receiver = ParcelReceiver()
@@ -157,6 +158,12 @@ def test_versions_go_forward_on_both_sides(sender: ParcelSender) -> None:
     with pytest.raises(ParcelOrderError, match="version 1 came from process .* after version 2") as caught:
         receiver.read(first)
     assert caught.value.peer == first.sender
+    sender.retire(2)  # the first of two publications
+    assert [p.place.removeprefix("/") in blocks() for p in (first, second, again)] == [True, False, True]
+    assert sender.whole(2) == again
+    sender.retire(2)
+    with pytest.raises(ParcelGoneError, match="version 2 was retired, and nothing was kept"):
+        sender.whole(2)
 
 
 def test_a_push_that_fails_leaves_nothing_and_names_the_tensor(sender: ParcelSender) -> None:

@@ -83,6 +83,7 @@ def table_bytes(parcel: Parcel) -> bytes:
         "base_digest": parcel.base_digest,
         "sender": parcel.sender,
         "followed": parcel.followed,
+        "audited": parcel.audited,
         "entries": rows,
     }
     return json.dumps(about, separators=(",", ":")).encode()
@@ -143,7 +144,8 @@ def _parcel(about: dict[str, Any], transport: str, place: str) -> Parcel:
     texts = (about["sender"], about["base_digest"])
     if not all(isinstance(x, str) for x in texts):
         raise ValueError("a name is no text")
-    return Parcel(version, base, transport, place, entries, *texts, followed=about["followed"] is True)
+    followed, audited = about["followed"] is True, about["audited"] is True
+    return Parcel(version, base, transport, place, entries, *texts, followed=followed, audited=audited)
 
 
 def check_entries(parcel: Parcel, end: int, refuse: Callable[..., ParcelDamageError]) -> None:

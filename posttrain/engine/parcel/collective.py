@@ -116,6 +116,10 @@ class CollectiveSink:
             self._broadcast()
         except Exception as error:
             self._error = error
+        finally:
+            mine = f"{self._number}/"
+            for key in [k for k in self._carrier.store.list_keys() if k.startswith(mine)]:
+                self._carrier.store.delete_key(key)
 
     def _broadcast(self) -> None:
         c = self._carrier

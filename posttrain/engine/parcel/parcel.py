@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from posttrain.core.errors import EngineError
-from posttrain.engine.fingerprint import digest_of
+from posttrain.engine.fingerprint import Spot, digest_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class ParcelEntry:
     offset: int
     """Byte of the block at which its bytes begin."""
     checksum: str
-    """Digest of the tensor as it is served (`engine.fingerprint.fingerprints`), whatever the coding."""
+    """Digest of the tensor as it is served (`engine.fingerprint.fingerprints`), whatever the coding. Where the parcel
+    is not `audited`, that of some of its rows."""
     coding: str = "whole"
     """How the bytes are to be read: `whole` are the tensor's own, others are those of `delta`."""
     size: int = 0
@@ -49,16 +50,42 @@ class Parcel:
     """The `digest` of the base."""
     followed: bool = False
     """Whether deltas against this version may follow, so that a receiver keeps what it read."""
+    audited: bool = True
+    """Whether checksums cover every bit, and not only the rows of `spot`."""
+
+    @property
+    def spot(self) -> Spot | None:
+        """What the checksums cover; None: everything."""
+        return None if self.audited else Spot(self.version)
 
     @property
     def digest(self) -> str:
-        """The fingerprint of these weights: equal to `engine.fingerprint.fingerprint` of the tensors as served."""
+        """Of an audited parcel, the fingerprint of these weights: that of `engine.fingerprint.fingerprint` of the
+        tensors as served."""
         return digest_of({e.name: e.checksum for e in self.entries})
 
     @property
     def size(self) -> int:
         """Bytes that travel, without the table of entries."""
         return sum(e.size for e in self.entries)
+
+
+@dataclass(frozen=True)
+class AuditRule:
+    """When checksums cover every bit: always for small models and for deltas, at every n-th push of large models.
+
+    In between they cover one row in 64 (`engine.fingerprint.Spot`), other rows at each push. That costs a sixtieth and
+    still finds what goes wrong in practice: a tensor, a layer or a half that is of another version.
+    """
+
+    above: int = 1 << 28
+    """Bytes as served from which a model is large: two full checks of 256 MiB take .3 s on one core."""
+    every: int = 16
+    """Pushes from one full check of a large model to the next. The first push has one."""
+
+    def whole(self, push: int, size: int) -> bool:
+        """Whether push number `push`, from 0, of `size` bytes has checksums of every bit."""
+        return size < self.above or push % self.every == 0
 
 
 class WeightSender(Protocol):

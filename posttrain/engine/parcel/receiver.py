@@ -103,7 +103,7 @@ class ParcelReceiver:
 
 def checked(tensor: Tensor, entry: ParcelEntry, parcel: Parcel) -> Tensor:
     """The tensor; ParcelDamageError where it is not the one that was sent."""
-    found = fingerprints([(entry.name, tensor)])[entry.name]
+    found = fingerprints([(entry.name, tensor)], parcel.spot)[entry.name]
     if found != entry.checksum:
         raise ParcelDamageError(
             f"tensor {entry.name!r} of version {parcel.version} arrived with checksum {found}, and {parcel.sender} sent"

@@ -16,7 +16,14 @@ from posttrain.engine.fingerprint import fingerprints
 from posttrain.engine.parcel.block import DTYPES, HEAD, aligned, dtype_name, head_bytes, table_bytes
 from posttrain.engine.parcel.carrier import Carrier, Sink
 from posttrain.engine.parcel.delta import SAME, encode
-from posttrain.engine.parcel.parcel import Parcel, ParcelEntry, ParcelError, ParcelGoneError, ParcelOrderError
+from posttrain.engine.parcel.parcel import (
+    AuditRule,
+    Parcel,
+    ParcelEntry,
+    ParcelError,
+    ParcelGoneError,
+    ParcelOrderError,
+)
 
 
 class ParcelClock:
@@ -50,14 +57,22 @@ class ParcelSender:
         dtype: what floating tensors of two bytes and more are cast to, such as torch.bfloat16; None: as they come.
         deltas: send what changed since the last version, from the second version on. Both sides then keep a copy of the
             weights as served.
+        audit: when checksums cover every bit. With deltas they always do.
     """
 
-    def __init__(self, carrier: Carrier, dtype: torch.dtype | None = None, deltas: bool = False) -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        dtype: torch.dtype | None = None,
+        deltas: bool = False,
+        audit: AuditRule = AuditRule(),
+    ) -> None:
         if dtype is not None and dtype not in DTYPES.values():
             raise ParcelError(f"weights cannot be sent as {dtype}; use one of {', '.join(DTYPES)}")
         self._carrier, self._dtype, self._deltas = carrier, dtype, deltas
+        self._audit, self._pushes = audit, 0
         self._clock = ParcelClock()
-        self._places: dict[int, list[str]] = {}
+        self._places: dict[int, list[list[str]]] = {}
         self._last: Parcel | None = None
         self._kept: dict[str, Tensor] = {}
 
@@ -70,10 +85,15 @@ class ParcelSender:
                 " back. Publish versions in their order",
                 version=version,
             )
-        parcel = Parcel(version, None, self._carrier.transport, "", (), this_process(), followed=self._deltas)
+        audited = last is None or self._deltas or self._audit.whole(self._pushes, last.size)
+        parcel = Parcel(
+            *(version, None, self._carrier.transport, "", (), this_process()), followed=self._deltas, audited=audited
+        )
         if last is not None and self._deltas:
             parcel = replace(parcel, base=last.version, base_digest=last.digest)
         self._last = self._write(parcel, tensors)
+        self._places.setdefault(version, []).append([self._last.place])
+        self._pushes += 1
         return self._last
 
     def whole(self, version: int) -> Parcel:
@@ -90,7 +110,8 @@ class ParcelSender:
                 f"version {version} cannot be sent whole: {newest} was published last. Send the newest version",
                 version=version,
             )
-        if last.base is None and self._places.get(version):
+        places = self._places.get(version)
+        if last.base is None and places:
             return last
         if not self._deltas:
             raise ParcelGoneError(
@@ -98,11 +119,20 @@ class ParcelSender:
             )
         whole = replace(last, base=None, base_digest="", place="", entries=())
         self._last = self._write(whole, list(self._kept.items()))
+        if places:
+            places[-1].append(self._last.place)
+        else:
+            self._places[version] = [[self._last.place]]
         return self._last
 
     def retire(self, version: int) -> None:
-        for place in self._places.pop(version, ()):
-            self._carrier.remove(place)
+        """See `WeightSender.retire`. Of a version that was published twice, the first call removes the first one."""
+        if times := self._places.get(version):
+            places = times.pop(0)
+            if not times:
+                del self._places[version]
+            for place in places:
+                self._carrier.remove(place)
 
     def clock(self) -> Mapping[str, float]:
         return self._clock.take()
@@ -127,7 +157,6 @@ class ParcelSender:
         except BaseException:
             sink.drop()
             raise
-        self._places.setdefault(parcel.version, []).append(place)
         self._kept = kept
         return replace(parcel, place=place)
 
@@ -148,7 +177,7 @@ class ParcelSender:
                 tensor = served(name, given, self._dtype)
             with self._clock.of("sync/reshard"):
                 tensor = tensor.cpu().contiguous()
-                checksum = fingerprints([(name, tensor)])[name]
+                checksum = fingerprints([(name, tensor)], parcel.spot)[name]
                 coding, data = encode(tensor, None if parcel.base is None else self._kept.get(name))
                 if self._deltas:
                     kept[name] = self._kept[name] if coding == SAME else _own(tensor, given)
