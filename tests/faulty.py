@@ -98,8 +98,8 @@ class Struck(Waits):
         return await super().play(task, talk)
 
 
-STRUCK = 40
-"""The episode in whose turn an engine is killed."""
+STRUCK = 90
+"""The episode in whose turn an engine is killed: those before it are held-out answers and the first step."""
 
 
 def engine_processes() -> list[int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,20 +119,32 @@ def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, C
 
         return actor, cluster.close
 
+    have = sorted(os.sched_getaffinity(0), reverse=True) if placement.cores else []
+    apart = [frozenset(have[i * placement.cores : (i + 1) * placement.cores]) for i in range(placement.engines)]
+
     def process(number: int) -> tuple[EngineHost, Future[EngineFacts]]:
-        cores = cores_of(placement, number)
+        cores = apart[number] if placement.cores else None
         host = ProcessHost(f"engine {number}", start, threads=threads, cores=cores)
         return host, host.started
 
-    return process, lambda: None
+    return process, keep_to(frozenset(have[placement.engines * placement.cores :]))
 
 
-def cores_of(placement: Processes, number: int) -> frozenset[int] | None:
-    """The cores of an engine; None: all."""
-    if not placement.cores:
-        return None
-    have = sorted(os.sched_getaffinity(0), reverse=True)
-    return frozenset(have[number * placement.cores : (number + 1) * placement.cores])
+def keep_to(cores: frozenset[int]) -> Callable[[], None]:
+    """Keep this process to these cores, where there are any; returns what undoes it."""
+    if not cores:
+        return lambda: None
+    before = os.sched_getaffinity(0)
+    _pin(cores)
+    return lambda: _pin(before)
+
+
+def _pin(cores: Collection[int]) -> None:
+    """Of a process the kernel pins one thread at a time; threads that begin later have the cores of those that began
+    them."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
 
 
 def _for_engine(run: Run) -> Run:

@@ -30,6 +30,7 @@ from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.errors import DataError, RunFolderError
 from posttrain.core.files import disk_full_is_reported
 from posttrain.core.given import DATA
+from posttrain.core.placement import learner_cores
 from posttrain.core.ports import Tracker
 from posttrain.core.reader import damage_is_named
 from posttrain.core.run import Run
@@ -133,7 +134,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     run, book, quiet = request.run, request.book, request.quiet
     check_drivers(run)
     check_engine(run)
-    threads = use_threads(run.threads)
+    threads = use_threads(run.threads or learner_cores(run.placement))
     cleanup.callback(use_deterministic(run.deterministic))
     policy = session_policy(request)
     notes = request.notes

@@ -26,7 +26,7 @@ class Processes:
     """Engines that sample, each with its own copy of the weights and `slots` sequences at once."""
     cores: int = 0
     """CPU cores of each engine, which its process may not leave. Engine 0 has the last cores, engine 1 those before
-    them. 0: every engine may use all cores."""
+    them, and the learner keeps to the rest, where there is one. 0: all may use all cores."""
     transport: Literal["shared", "file"] = "shared"
     """How weights come to the engines. shared: a block of memory of this machine. file: files in `folder`."""
     folder: str | None = None
@@ -83,6 +83,13 @@ def placement_refusals(placement: Placement, engine: Engine) -> str:
             " leave out engine.url, or set placement=local"
         )
     return ""
+
+
+def learner_cores(placement: Placement) -> int:
+    """Cores of this machine that the engines leave to the learner; 0: all of them, or the same."""
+    if isinstance(placement, Local | Ray) or not placement.cores:
+        return 0
+    return max(0, cores() - placement.cores * placement.engines)
 
 
 def check_machine(placement: Placement) -> None:

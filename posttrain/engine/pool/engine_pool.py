@@ -224,8 +224,7 @@ class EnginePool:
                 await self._change(turn, on, turn.since)
             elif not turn.alone or await self._emptied(turn, self._engines[at]):
                 engine = self._engines[at]
-                engine.turns.append(turn)
-                engine.beginnings.add(turn.ids)
+                engine.take(turn)
                 turn.version, turn.since, turn.during = self._version, time.monotonic(), self._loads > 0
                 return engine
 
@@ -253,10 +252,11 @@ class EnginePool:
             future = engine.host.call("generate", turn.ids, turn.sampling, turn.place)
             return await self._answer(future, turn, engine.name, turn.since)
         finally:
-            engine.turns.remove(turn)
+            engine.leave(turn)
             if turn.alone:
                 self._free(engine)
-            self._notify()
+            elif engine.reserved:
+                self._notify()
 
     def _survive(self, turn: PooledTurn, cause: str) -> None:
         """Count the death of an engine that had the turn."""

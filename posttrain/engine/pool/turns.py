@@ -54,7 +54,9 @@ class PooledEngine:
     """Of the weights that it serves."""
     served: str = ""
     """Their fingerprint; '' for those that it was started with."""
-    turns: list[PooledTurn] = field(default_factory=list[PooledTurn])
+    turns: dict[PooledTurn, None] = field(default_factory=dict[PooledTurn, None])
+    busy: int = 0
+    """Tokens that it was asked for and has not answered yet."""
     beginnings: Beginnings = field(default_factory=Beginnings)
     restarts: int = 0
     reserved: bool = False
@@ -77,7 +79,8 @@ class PooledEngine:
 
     def rest(self) -> None:
         """The event loop that asked it has ended, with all it waited for."""
-        self.turns, self.reserved, self.lock, self.starting, self._sign = [], False, asyncio.Lock(), None, None
+        self.turns, self.busy, self.reserved, self.lock, self.starting = {}, 0, False, asyncio.Lock(), None
+        self._sign = None
 
     def silent(self) -> float:
         """Seconds since a question without an answer; asks one where none is open."""
@@ -92,10 +95,17 @@ class PooledEngine:
         """Whether it can be asked for turns."""
         return not self.host.died and (self.starting is None or self.starting.done())
 
-    @property
-    def busy(self) -> int:
-        """Tokens that it was asked for and has not answered yet."""
-        return sum(t.tokens for t in self.turns)
+    def take(self, turn: PooledTurn) -> None:
+        """The turn is given to it."""
+        self.turns[turn] = None
+        self.busy += turn.tokens
+        self.beginnings.add(turn.ids)
+
+    def leave(self, turn: PooledTurn) -> None:
+        """The turn has ended here, well or not."""
+        if turn in self.turns:
+            del self.turns[turn]
+            self.busy -= turn.tokens
 
     def load(self, ids: np.ndarray) -> EngineLoad:
         """What the router knows of it, for a turn after `ids`."""
