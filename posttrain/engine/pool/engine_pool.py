@@ -321,9 +321,11 @@ class EnginePool:
     async def _restart(self, engine: PooledEngine) -> None:
         """A new process in the place of a dead one, with the newest weights."""
         async with engine.lock:
-            number, cause = self._engines.index(engine), engine.host.died
+            number = self._engines.index(engine)
             self._deadly, self._lost = self._deadly + 1, self._lost + engine.host.take_report()
-            self._say(f"{engine.name} died: {cause}\nIts {len(engine.turns)} unfinished turns are asked again")
+            self._say(
+                f"{engine.name} died: {engine.host.died}\nIts {len(engine.turns)} unfinished turns are asked again"
+            )
             host: EngineHost | None = None
             try:
                 engine.host.close()
@@ -337,7 +339,9 @@ class EnginePool:
                         self._agree()
                 engine.begin(host)
             except EngineDied as error:
-                self._broken = EngineError(f"{engine.name} died again while it was started anew: {error}")
+                engine.failed, engine.host = engine.failed + 1, host or engine.host
+                if engine.failed >= self._deaths:
+                    self._broken = EngineError(f"{engine.name} dies whenever it is started anew: {error}")
             except Exception as error:
                 self._broken = error
             finally:

@@ -59,6 +59,8 @@ class PooledEngine:
     """Tokens that it was asked for and has not answered yet."""
     beginnings: Beginnings = field(default_factory=Beginnings)
     restarts: int = 0
+    failed: int = 0
+    """New processes in a row that died before they could be asked."""
     reserved: bool = False
     """Whether one turn has it alone, or will as soon as the others have ended."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -74,7 +76,7 @@ class PooledEngine:
 
     def begin(self, host: EngineHost) -> None:
         """A new process takes the place of the dead one."""
-        self.host, self.restarts, self._sign = host, self.restarts + 1, None
+        self.host, self.restarts, self.failed, self._sign = host, self.restarts + 1, 0, None
         self.beginnings.forget()
 
     def rest(self) -> None:
