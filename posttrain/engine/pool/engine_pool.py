@@ -27,7 +27,7 @@ from posttrain.engine.parcel.parcel import Parcel
 from posttrain.engine.pool.host import EngineDied, EngineHost, NewHost, PoolSender, has_started
 from posttrain.engine.pool.hosted import EngineFacts, EngineReport
 from posttrain.engine.pool.router import choose
-from posttrain.engine.pool.turns import PooledEngine, PooledTurn
+from posttrain.engine.pool.turns import PooledEngine, PooledTurn, summary
 from posttrain.engine.pool.waiting import WaitList
 
 T = TypeVar("T")
@@ -193,11 +193,7 @@ class EnginePool:
 
     def line(self) -> str:
         """What all engines do now, in a few words."""
-        turns, restarts = sum(len(e.turns) for e in self._engines), sum(e.restarts for e in self._engines)
-        ready, busy = sum(e.ready for e in self._engines), sum(e.busy for e in self._engines)
-        return f"{ready} of {len(self._engines)} engines ready, {turns} turns and {busy} tokens in flight" + (
-            f", {restarts} restarts" if restarts else ""
-        )
+        return summary(self._engines)
 
     def table(self) -> list[str]:
         """A line for each engine: what it does, turns and tokens in flight, version, restarts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,3 +121,12 @@ class PooledEngine:
             f"{self.name}: {state}, {len(self.turns)} turns, {self.busy} tokens in flight, version {self.version},"
             f" {self.restarts} restarts"
         )
+
+
+def summary(engines: Sequence[PooledEngine]) -> str:
+    """What these engines do now, in a few words."""
+    turns, busy, restarts = (sum(x) for x in zip(*((len(e.turns), e.busy, e.restarts) for e in engines), strict=True))
+    return (
+        f"{sum(e.ready for e in engines)} of {len(engines)} engines ready, {turns} turns and {busy} tokens in flight"
+        + (f", {restarts} restarts" if restarts else "")
+    )
