@@ -103,7 +103,7 @@ def test_nothing_is_lost_or_doubled_whoever_dies(lives: list[int | None], count:
             out.append([s.ids for s in said])
             tokens = pool.gauges()["engine/tokens"]
             assert (tokens.sum, tokens.count) == (sum(len(s.ids) for s in said), turns)
-        assert sum(e.restarts for e in pool.engines) == len(script.said)
+        assert sum(e.restarts for e in pool.engines) <= len(script.said) <= len(lives)
         pool.close()
         return out
 

@@ -49,6 +49,12 @@ def actor_pool(cluster: RayCluster, engine: object = KnownSampler) -> EnginePool
     return EnginePool(new, ParcelSender(SharedCarrier()), count=2, timeout=60.0, deaths=3)
 
 
+def test_an_address_where_no_cluster_is_says_so() -> None:
+    """It comes first: a process has one connection to Ray."""
+    with pytest.raises(ConfigError, match=r"placement.address=127.0.0.1:1: no Ray cluster answers"):
+        RayCluster("127.0.0.1:1", 1, 0, 5.0)
+
+
 def test_a_killed_actor_is_replaced_and_its_turns_are_asked_again(cluster: RayCluster) -> None:
     import torch
 
@@ -99,8 +105,3 @@ def test_engines_on_ray_change_no_bit_though_they_are_killed(
     told = sum(s.clock.get("engine/deaths", 0) for s in reader.steps(tmp_path / "killed"))
     print(f"{killer.killed} actors killed, {told:g} told in the record")
     assert killer.killed
-
-
-def test_an_address_where_no_cluster_is_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"placement.address=127.0.0.1:1: no Ray cluster answers"):
-        RayCluster("127.0.0.1:1", 1, 0, 5.0)

@@ -27,7 +27,7 @@ from posttrain.engine.parcel.parcel import Parcel
 from posttrain.engine.pool.host import EngineDied, EngineHost, NewHost, PoolSender, has_started
 from posttrain.engine.pool.hosted import EngineFacts, EngineReport
 from posttrain.engine.pool.router import choose
-from posttrain.engine.pool.turns import PooledEngine, PooledTurn
+from posttrain.engine.pool.turns import PooledEngine, PooledTurn, summary
 from posttrain.engine.pool.waiting import WaitList
 
 T = TypeVar("T")
@@ -193,11 +193,7 @@ class EnginePool:
 
     def line(self) -> str:
         """What all engines do now, in a few words."""
-        turns, restarts = sum(len(e.turns) for e in self._engines), sum(e.restarts for e in self._engines)
-        ready, busy = sum(e.ready for e in self._engines), sum(e.busy for e in self._engines)
-        return f"{ready} of {len(self._engines)} engines ready, {turns} turns and {busy} tokens in flight" + (
-            f", {restarts} restarts" if restarts else ""
-        )
+        return summary(self._engines)
 
     def table(self) -> list[str]:
         """A line for each engine: what it does, turns and tokens in flight, version, restarts."""
@@ -321,9 +317,11 @@ class EnginePool:
     async def _restart(self, engine: PooledEngine) -> None:
         """A new process in the place of a dead one, with the newest weights."""
         async with engine.lock:
-            number, cause = self._engines.index(engine), engine.host.died
+            number = self._engines.index(engine)
             self._deadly, self._lost = self._deadly + 1, self._lost + engine.host.take_report()
-            self._say(f"{engine.name} died: {cause}\nIts {len(engine.turns)} unfinished turns are asked again")
+            self._say(
+                f"{engine.name} died: {engine.host.died}\nIts {len(engine.turns)} unfinished turns are asked again"
+            )
             host: EngineHost | None = None
             try:
                 engine.host.close()
@@ -337,7 +335,9 @@ class EnginePool:
                         self._agree()
                 engine.begin(host)
             except EngineDied as error:
-                self._broken = EngineError(f"{engine.name} died again while it was started anew: {error}")
+                engine.failed, engine.host = engine.failed + 1, host or engine.host
+                if engine.failed >= self._deaths:
+                    self._broken = EngineError(f"{engine.name} dies whenever it is started anew: {error}")
             except Exception as error:
                 self._broken = error
             finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,8 @@ class PooledEngine:
     """Tokens that it was asked for and has not answered yet."""
     beginnings: Beginnings = field(default_factory=Beginnings)
     restarts: int = 0
+    failed: int = 0
+    """New processes in a row that died before they could be asked."""
     reserved: bool = False
     """Whether one turn has it alone, or will as soon as the others have ended."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -74,7 +77,7 @@ class PooledEngine:
 
     def begin(self, host: EngineHost) -> None:
         """A new process takes the place of the dead one."""
-        self.host, self.restarts, self._sign = host, self.restarts + 1, None
+        self.host, self.restarts, self.failed, self._sign = host, self.restarts + 1, 0, None
         self.beginnings.forget()
 
     def rest(self) -> None:
@@ -118,3 +121,12 @@ class PooledEngine:
             f"{self.name}: {state}, {len(self.turns)} turns, {self.busy} tokens in flight, version {self.version},"
             f" {self.restarts} restarts"
         )
+
+
+def summary(engines: Sequence[PooledEngine]) -> str:
+    """What these engines do now, in a few words."""
+    turns, busy, restarts = (sum(x) for x in zip(*((len(e.turns), e.busy, e.restarts) for e in engines), strict=True))
+    return (
+        f"{sum(e.ready for e in engines)} of {len(engines)} engines ready, {turns} turns and {busy} tokens in flight"
+        + (f", {restarts} restarts" if restarts else "")
+    )
