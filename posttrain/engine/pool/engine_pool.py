@@ -319,9 +319,7 @@ class EnginePool:
         async with engine.lock:
             number = self._engines.index(engine)
             self._deadly, self._lost = self._deadly + 1, self._lost + engine.host.take_report()
-            self._say(
-                f"{engine.name} died: {engine.host.died}\nIts {len(engine.turns)} unfinished turns are asked again"
-            )
+            self._say(f"{engine.name} died: {engine.host.died}\nWhat it had not answered is asked again")
             host: EngineHost | None = None
             try:
                 engine.host.close()
