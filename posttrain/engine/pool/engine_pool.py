@@ -70,7 +70,8 @@ class EnginePool:
         self._tolerance, self._say, self._end = tolerance, say, end
         begun = list[tuple[EngineHost, Future[EngineFacts]]]()
         try:
-            begun += [new(i) for i in range(count)]
+            for i in range(count):
+                begun.append(new(i))
             facts = [has_started(f"engine {i}", *pair, timeout) for i, pair in enumerate(begun)]
         except BaseException:
             for host, _ in begun:
@@ -156,9 +157,11 @@ class EnginePool:
         wait.
 
         Raises:
-            InvariantError: the engines do not serve the same weights.
+            InvariantError: the engines do not serve the same weights. EngineError: the version is not newer.
         """
         self._attend()
+        if version <= self._version:
+            raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
         self._loads += 1
         try:
             before, self._parcel = self._parcel, self._sender.publish(version, tensors)
@@ -217,7 +220,7 @@ class EnginePool:
             at = None if self._held() else choose(turn.tokens, [e.load(turn.ids) for e in self._engines])
             if at is None:
                 on = "new weights on every engine" if self._loads else "an engine that can be asked"
-                await self._change(turn, on, turn.since)
+                await self._change(turn, on)
             elif not turn.alone or await self._emptied(turn, self._engines[at]):
                 engine = self._engines[at]
                 engine.take(turn)
@@ -233,7 +236,7 @@ class EnginePool:
         engine.reserved = True
         try:
             while engine.ready and not self._loads and engine.turns:
-                await self._change(turn, f"the other turns of {engine.name}, to be asked alone", turn.since)
+                await self._change(turn, f"the other turns of {engine.name}, to be asked alone")
                 self._check()
             empty = engine.ready and not self._loads
         except BaseException:
@@ -319,9 +322,7 @@ class EnginePool:
         async with engine.lock:
             number = self._engines.index(engine)
             self._deadly, self._lost = self._deadly + 1, self._lost + engine.host.take_report()
-            self._say(
-                f"{engine.name} died: {engine.host.died}\nIts {len(engine.turns)} unfinished turns are asked again"
-            )
+            self._say(f"{engine.name} died: {engine.host.died}\nWhat it had not answered is asked again")
             host: EngineHost | None = None
             try:
                 engine.host.close()
@@ -366,11 +367,11 @@ class EnginePool:
     async def _answer(self, future: Future[T], owner: object, on: str, since: float | None = None) -> T:
         return await self._waits.until(asyncio.wrap_future(future), owner, on, since)
 
-    async def _change(self, owner: object, on: str, since: float | None = None) -> None:
-        """Wait until an engine, a turn or the weights have changed."""
+    async def _change(self, owner: object, on: str) -> None:
+        """Wait until an engine, a turn or the weights have changed. Where something changes, nothing has stalled."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._changed.append(waiter)
-        await self._waits.until(waiter, owner, on, since)
+        await self._waits.until(waiter, owner, on)
 
     def _notify(self) -> None:
         waiting, self._changed = self._changed, []
