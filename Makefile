@@ -43,7 +43,7 @@ vllm: $(VLLM_VENV)/vllm.stamp
 
 # Engines as actors of a real Ray cluster on this machine, which the tests start and end.
 test-ray: $(RAY_VENV)/ray.stamp
-	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -q -s tests/ray
+	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -q -s tests/ray/placed.py
 
 prove: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m prove $(LADDER)

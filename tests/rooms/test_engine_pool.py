@@ -67,6 +67,10 @@ def alive(pid: int | None) -> bool:
     return pid is not None and Path(f"/proc/{pid}").exists()
 
 
+LONG = pytest.mark.prove
+
+
+@LONG
 @pytest.mark.parametrize(
     ("how", "says", "error"),
     [
@@ -81,6 +85,7 @@ def test_a_start_that_fails_tells_its_first_cause(how: str, says: str, error: ty
     assert says in str(found.value)
 
 
+@LONG
 def test_an_engine_that_stands_still_is_replaced() -> None:
     """SIGSTOP: the process lives and answers nothing. Its turns are said by the next one."""
     said: list[str] = []
@@ -98,6 +103,7 @@ def test_an_engine_that_stands_still_is_replaced() -> None:
     assert not alive(first)
 
 
+@LONG
 def test_engines_end_with_the_process_that_asked_for_them(tmp_path: Path) -> None:
     """Also where it is killed and cannot tell them."""
     program = (
