@@ -41,10 +41,10 @@ from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.models import served_tensors
 from posttrain.engine.parcel.carrier import Carrier
 from posttrain.engine.parcel.collective import COLLECTIVE, CollectiveCarrier, CollectiveFetch
-from posttrain.engine.parcel.folder import FolderCarrier
 from posttrain.engine.parcel.receiver import FETCH, ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender
 from posttrain.engine.parcel.shared import SharedCarrier
+from posttrain.engine.parcel.shared_folder import FolderCarrier
 
 RESULTS = Path(__file__).parent / "results" / "weight_sync.json"
 PAGE = Path(__file__).parents[1] / "docs" / "weight-sync.md"
@@ -181,13 +181,14 @@ def table(rows: Sequence[PushRow]) -> str:
     )
 
 
-def measured_text(steps: int) -> str:
+def measured_text(steps: int, beside: str) -> str:
     """What the table is, in a sentence."""
     lines = (
         "",
         f"A Qwen3 under AdamW at a learning rate of {LR:g}, medians of {steps - 1} pushes, {date.today()}, two cores,",
         "one thread a process. *reshard* has the checksums and the encoding of deltas, *read* the checksums and the",
         "decoding, *install* is the engine's copy into its module, *push* is all of it.",
+        *([f"Measured beside {beside}: bytes are exact, times are upper bounds."] if beside else []),
         "",
         "",
     )
@@ -198,6 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(SIZES), help="sizes, such as 1m")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps, and pushes after the first")
+    parser.add_argument("--beside", default="", help="what else ran on the machine, for the page")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -206,8 +208,11 @@ def main() -> None:
     if not given.dry:
         page = PAGE.read_text()
         before, rest = page.split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}{measured_text(given.steps)}{table(rows)}\n{END}{rest.split(END)[1]}")
+        PAGE.write_text(
+            f"{before}{BEGIN}{measured_text(given.steps, given.beside)}{table(rows)}\n{END}{rest.split(END)[1]}"
+        )
         about: dict[str, Any] = {"date": str(date.today()), "machine": machine(1), "lr": LR, "steps": given.steps}
+        about |= {"beside": given.beside}
         RESULTS.write_text(json.dumps(about | {"rows": [asdict(r) for r in rows]}, indent=1) + "\n")
 
 

@@ -23,10 +23,10 @@ from posttrain.core.ports import Sampler
 from posttrain.core.run import Run, Supervised
 from posttrain.engine.models import Policy
 from posttrain.engine.parcel.carrier import Carrier
-from posttrain.engine.parcel.folder import FolderCarrier
 from posttrain.engine.parcel.receiver import ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender
 from posttrain.engine.parcel.shared import SharedCarrier
+from posttrain.engine.parcel.shared_folder import FolderCarrier
 from posttrain.engine.pool.engine_pool import EnginePool, NewHost
 from posttrain.engine.pool.engine_process import ProcessHost
 from posttrain.engine.pool.host import EngineHost

@@ -24,6 +24,7 @@ from posttrain.engine.parcel.sender import ParcelSender
 from posttrain.engine.parcel.shared import SharedCarrier, remove_orphans
 from tests.rooms.parcel_parts import blocks, numbered, read_again_and_again, read_once
 
+pytestmark = pytest.mark.prove
 SPAWN = multiprocessing.get_context("spawn")
 ROOT = Path(__file__).parents[2]
 

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from posttrain.core.errors import RunFolderError
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.parcel.carrier import Carrier
 from posttrain.engine.parcel.collective import COLLECTIVE, CollectiveCarrier, CollectiveFetch
-from posttrain.engine.parcel.folder import FolderCarrier
 from posttrain.engine.parcel.parcel import (
     Parcel,
     ParcelBaseError,
@@ -29,9 +29,11 @@ from posttrain.engine.parcel.parcel import (
 from posttrain.engine.parcel.receiver import FETCH, ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender, this_process
 from posttrain.engine.parcel.shared import SharedCarrier
+from posttrain.engine.parcel.shared_folder import FolderCarrier
 from posttrain.faults import planted
 from tests.rooms.parcel_parts import numbered, take_part
 
+pytestmark = pytest.mark.prove
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -64,6 +66,23 @@ def test_each_transport_carries_the_same_bits(transport: str, deltas: bool, tmp_
         optimizer.step()
     sender.close()
     assert not [*tmp_path.glob("weights/*.weights*"), *tmp_path.glob("weights/.*.part")]
+
+
+@pytest.mark.parametrize("transport", ["file", "collective"])
+def test_pushes_leave_no_file_descriptor_or_key(transport: str, tmp_path: Path) -> None:
+    """As for shared memory, where it is a thousand (`test_weight_parcels.py`)."""
+    carrier = carriers(tmp_path)[transport]()
+    sender, me = ParcelSender(carrier), psutil.Process()
+    receiver = ParcelReceiver({**FETCH, COLLECTIVE: CollectiveFetch(1, seconds=20)})
+    left = set[tuple[int, int, int]]()
+    for version in range(60):
+        parcel = sender.publish(version, numbered(version))
+        assert all(float(t.max()) == version for _, t in receiver.read(parcel))
+        sender.retire(version)
+        keys = carrier.store.num_keys() if isinstance(carrier, CollectiveCarrier) else 0
+        left.add((me.num_fds(), keys, len([*tmp_path.glob("weights/*")])))
+    assert len(left) == 1 and left.pop()[1:] == (0, int(transport == "file"))  # the folder's lock
+    sender.close()
 
 
 def trained(steps: int, lr: float = 1e-6) -> Iterator[dict[str, Tensor]]:
