@@ -17,6 +17,7 @@ from typing import Any
 
 import posttrain
 from posttrain.core import reader
+from posttrain.core.asker import asker
 from posttrain.core.env import Reward
 from posttrain.core.errors import PosttrainError
 from posttrain.core.placement import Processes
@@ -92,14 +93,16 @@ class Struck(Waits):
     played = 0
 
     async def play(self, task: Task, talk: Talk) -> Stop:
-        self.played += 1
+        who = asker()
+        self.played += who is not None and who.stream.startswith("train")
         if self.played == STRUCK:
+            self.played += 1
             os.kill(engine_processes()[0], signal.SIGKILL)
         return await super().play(task, talk)
 
 
-STRUCK = 90
-"""The episode in whose turn an engine is killed: those before it are held-out answers and the first step."""
+STRUCK = 30
+"""The training episode at whose beginning an engine is killed: in the second step, where turns are on their way."""
 
 
 def engine_processes() -> list[int]:

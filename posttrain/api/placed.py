@@ -37,6 +37,9 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """Nats by which engines on devices of their own may differ in the log-prob of one token. Deterministic ones differ in
 no bit."""
 
+PLANTED = contextlib.ExitStack()
+"""Holds the fault that a run plants, in an engine's process, for as long as that lives."""
+
 
 @dataclass(frozen=True, eq=False)
 class EngineParts:
@@ -53,7 +56,7 @@ class EngineParts:
 
         use_threads(self.threads)
         use_deterministic(self.run.deterministic)
-        faults.planted(self.run.fault).__enter__()  # for as long as the process lives
+        PLANTED.enter_context(faults.planted(self.run.fault))
         policy, tokenizer = self.policy, cast("Any", self.policy.tokenizer)
         render = Renderer(tokenizer, policy.stop_ids, policy.context, self.run.model.history)
         return make_engine(self.run, policy, render.decode).sampler
