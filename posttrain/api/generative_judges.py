@@ -44,7 +44,7 @@ def generative_judge(
     """
     folder = Path(reward.judge).expanduser()
     own = admitted(folder, parts=("env", "model"), allow=False)
-    judging, sampling = _judging(own, reward.judge), _sampling(own, reward.judge)
+    judging, sampling = _judging(own, reward.judge), _sampling(own)
     policy = kept_policy(folder, allow=False)
     load_weights(find(folder, "last").folder, HFLearner(policy))
     policy.module.requires_grad_(False).eval()
@@ -83,12 +83,10 @@ def _judging(own: Run, path: str) -> Judging:
     return found
 
 
-def _sampling(own: Run, path: str) -> Sampling:
-    """The settings with which its last stage that samples sampled."""
+def _sampling(own: Run) -> Sampling:
+    """The settings with which its last stage that samples sampled; the defaults where none does."""
     found = [s.contract for s in own.stages if s.contract is not None]
-    if not found:
-        raise ConfigError(f"judge:{path}: no stage of that run samples, so nothing says how its judgements are sampled")
-    return found[-1]
+    return found[-1] if found else Sampling()
 
 
 def _meta(run: Run, path: str, policy: Policy, member: Callable[[Run, str, Policy], JudgeMember]) -> JudgeMember:

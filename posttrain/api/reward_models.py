@@ -95,7 +95,7 @@ class RewardModels:
             judge.close()
 
     def _generative(self, reward: Reward) -> GenerativeJudge:
-        made = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], _member)
+        made = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], reward_member)
         self._made.append(made)
         return made
 
@@ -125,7 +125,7 @@ class RewardModels:
             assert self._folder is not None
             member = _as_member(name, _frozen(stage_policy(self._folder, name)), None)
             return replace(member, stage=name)
-        return _member(self._run, path, self._policy)
+        return reward_member(self._run, path, self._policy)
 
 
 class FrozenRewards:
@@ -188,7 +188,8 @@ def _words(reward: Reward) -> str:
     return "the worst of them" if reward.combine == "worst" else f"mean - {reward.pessimism:g} standard deviations"
 
 
-def _member(run: Run, path: str, policy: Policy) -> JudgeMember:
+def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
+    """The reward model at `path`, which reads the tokens of this policy, or writes the text anew in its own."""
     folder = Path(path).expanduser()
     if is_run(folder):
         found = reward_policy(folder)

@@ -22,7 +22,7 @@ from posttrain.core.errors import DataError, InvariantError
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode
+from posttrain.core.types import Episode, Segment
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.judge_rules import best_half, mean_yes
 from posttrain.environment.render import Renderer
@@ -126,7 +126,7 @@ class GenerativeJudge:
         """One verdict about each episode of a group, in order."""
         asked = comparisons(len(episodes), self.judging.sides, self.rivals)
         votes = await together([self._votes(episodes, sides) for sides in asked])
-        kept = [self._kept(each) for each in votes]
+        kept = [self.kept(each) for each in votes]
         yes = await together([self._yes(each) for each in votes]) if self.judging.sides == 1 else []
         out: list[Verdict] = []
         for i, episode in enumerate(episodes):
@@ -151,17 +151,29 @@ class GenerativeJudge:
         task = first.task
         question = task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
         siblings = [episodes[i].sibling for i in sides]
+        prompt = self.judging.prompt(question, [episodes[i].text for i in sides])
         try:
-            ids = self.renderer.prompt(self.judging.prompt(question, [episodes[i].text for i in sides]), task.id)
+            return await self.vote(prompt, sides, task.id, first.visit, *siblings, order, vote)
         except DataError as error:
             return Vote(sides, np.zeros(0, np.int32), 0, None, "", str(error))
+
+    async def vote(self, prompt: str, sides: tuple[int, ...], *place: seeds.Coordinate) -> Vote:
+        """One judgement of this prompt, with the random numbers of `place`. It is drawn up to `DRAWS` times, until it
+        has a verdict.
+
+        Raises:
+            DataError: the prompt cannot be encoded, or is too long.
+        """
+        ids = self.renderer.prompt(prompt, str(place[0]))
+        found: Vote | None = None
         for draw in range(DRAWS):
-            place = seeds.key(self.seed, "judge", task.id, first.visit, *siblings, order, vote, draw)
-            said = await self.sampler.generate(ids, self.sampling, place)
+            said = await self.sampler.generate(ids, self.sampling, seeds.key(self.seed, "judge", *place, draw))
             text = self.renderer.text(said.ids)
-            if (scores := self.judging.read(text)) is not None:
+            found = Vote(sides, np.concatenate([ids, said.ids]), len(ids), self.judging.read(text), text)
+            if found.scores is not None:
                 break
-        return Vote(sides, np.concatenate([ids, said.ids]), len(ids), scores, text)
+        assert found is not None
+        return found
 
     async def _yes(self, votes: Sequence[Vote]) -> list[float]:
         """log p(Yes) of each vote about one answer, given its own reasoning; -inf where it has no verdict."""
@@ -172,26 +184,35 @@ class GenerativeJudge:
             return -np.inf
         yes, no = self.judging.ends
         before = vote.text[: max(vote.text.rfind(yes), vote.text.rfind(no))]
-        ids = self.renderer.encode(before + yes)
+        ids = self._verdict_ids(before + yes)
         says_yes(self.renderer, ids, before + yes)
         logp = await self.sampler.score(np.concatenate([vote.ids[: vote.spoken], ids]))
         return float(logp[vote.spoken - 1 + _shared(self.renderer.encode(before), ids) :].sum())
 
+    def _verdict_ids(self, text: str) -> np.ndarray:
+        """int32: a judgement in the judge's own tokens."""
+        return self.renderer.encode(text)
+
     # --- counting ----------------------------------------------------------------------------------------------------
 
-    def _kept(self, votes: Sequence[Vote]) -> list[int]:
+    def kept(self, votes: Sequence[Vote]) -> list[int]:
         """The votes about one comparison that count: those with a verdict; with a meta reward model its better half."""
         read = [k for k, v in enumerate(votes) if v.scores is not None]
         if self.meta is None or len(read) < 2:
             return read
-        transcripts: list[Any] = []
-        for k in read:
-            t = Transcript(READ)
-            t.see(votes[k].ids[: votes[k].spoken])
-            t.show(votes[k].ids[votes[k].spoken :])
-            transcripts.append(t.segment())
-        scores = np.asarray(self.meta.scorer.rewards(Packed.of(transcripts)), np.float64)
+        scores = self.meta_scores([votes[k] for k in read])
         return [read[k] for k in best_half(scores)]
+
+    def meta_scores(self, votes: Sequence[Vote]) -> np.ndarray:
+        """float64 [K]: the meta reward model's score of each judgement, read after its prompt."""
+        assert self.meta is not None
+        segments: list[Segment] = []
+        for vote in votes:
+            transcript = Transcript(READ)
+            transcript.see(vote.ids[: vote.spoken])
+            transcript.show(vote.ids[vote.spoken :])
+            segments.append(transcript.segment())
+        return np.asarray(self.meta.scorer.rewards(Packed.of(segments)), np.float64)
 
     @staticmethod
     def _values(i: int, votes: Sequence[Vote], kept: Sequence[int]) -> list[float]:

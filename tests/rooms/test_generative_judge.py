@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import posttrain
 from posttrain.api.generative_judges import generative_judge
-from posttrain.api.reward_models import _member
+from posttrain.api.reward_models import reward_member
 from posttrain.api.reward_paths import check_reward_models
 from posttrain.checks.generative import votes_are_counted
 from posttrain.core import reader
@@ -244,7 +244,7 @@ def test_the_probability_of_yes_is_that_of_the_judges_own_tokens(tmp_path: Path)
     """Against the learner's log-probs of prompt, reasoning and verdict."""
     folder = learned(tmp_path / "taught", "genrm")
     own = reader.run_file(folder).run
-    made = generative_judge(own, Reward(function=f"judge:{folder}", votes=3), 1e-5, _member)
+    made = generative_judge(own, Reward(function=f"judge:{folder}", votes=3), 1e-5, reward_member)
     episodes = [episode("hi 8", 0), episode("3", 1)]
 
     async def asked() -> list[Any]:
