@@ -183,18 +183,18 @@ def _rewarded(run: Run, needs: str) -> Run:
 
 def _judging(run: Run, needs: str, folder: Path) -> Run:
     """A policy that learns to judge; with `votes` or `yes` one that such a judge, made beforehand, pays."""
-    model = replace(MODEL, context=96)
+    model, sampling = replace(MODEL, context=96), Sampling(max_tokens=24)
+    sft = Supervised(
+        name="sft", style="verdict", steps=60, batch=16, optimizer=Optimizer(lr=5e-3, warmup=5), eval=False
+    )
+    rl = replace(run.stages[-1], sampling=sampling)
     if needs == "judging":
-        rl = replace(run.stages[-1], sampling=Sampling(max_tokens=8))
-        return replace(run, model=model, env=Env(name="judge", heldout=8), stages=(rl,))
+        return replace(run, model=model, env=Env(name="judge", heldout=8), stages=(sft, rl))
     made = folder / f"judge-{needs}"
     if not (made / "run.json").exists():
         env = Env(name="judge", args={"format": "rm_r1" if needs == "votes" else "genrm"}, heldout=4)
-        sft = Supervised(
-            name="sft", style="verdict", steps=60, batch=16, optimizer=Optimizer(lr=5e-3, warmup=5), eval=False
-        )
-        rl = replace(run.stages[-1], steps=1, sampling=Sampling(max_tokens=24))
-        posttrain.run(replace(tiny_run(), model=model, env=env, stages=(sft, rl)), out=made, quiet=True)
+        once = replace(tiny_run(), model=model, env=env, stages=(sft, replace(rl, steps=1)))
+        posttrain.run(once, out=made, quiet=True)
     paid = (Reward(function=f"judge:{made}"),)
     env = Env(name="replies", args={"numbers": 2, "max_number": 9}, heldout=10, rewards=paid, measured=True)
     rl = replace(run.stages[-1], sampling=Sampling(max_tokens=8), max_failed=0.9)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import posttrain
 from posttrain.api.generative_judges import generative_judge
+from posttrain.api.meta_rows import JudgedTask, meta_rows
 from posttrain.api.reward_models import reward_member
 from posttrain.api.reward_paths import check_reward_models
 from posttrain.checks.generative import votes_are_counted
@@ -23,15 +24,16 @@ from posttrain.core.abilities import Judging
 from posttrain.core.asks import asks
 from posttrain.core.batch import Packed
 from posttrain.core.env import Env, Reward
-from posttrain.core.errors import ConfigError, InvariantError
+from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.run import Optimizer, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Episode, Group, Said, Segment, Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.engine.vocabulary import characters
 from posttrain.environment.gallery.judge import Judge
+from posttrain.environment.judge_rules import chosen
 from posttrain.environment.render import Renderer
-from posttrain.role.generative_judge import GenerativeJudge, comparisons, says_yes
+from posttrain.role.generative_judge import GenerativeJudge, Vote, comparisons, says_yes
 from posttrain.role.judging import with_judges
 from posttrain.role.reward_judge import JudgeMember
 from tests.tiny import MODEL, only_rl, tiny_run
@@ -285,3 +287,39 @@ def test_what_is_no_judge_is_refused(tmp_path: Path) -> None:
 def test_wrong_settings_of_a_judge_are_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Reward(**given)
+
+
+# --- a meta reward model's rows ---------------------------------------------------------------------------------------
+
+
+def voted(task: Task, *texts: str) -> JudgedTask:
+    env = Judge(format="grm", heldout_count=0)
+    votes = [Vote((0, 1), np.zeros(2, np.int32), 1, env.form.read(t), t) for t in texts]
+    return JudgedTask(task, tuple(votes))
+
+
+def test_rows_for_a_meta_reward_model_are_labelled_by_the_pair() -> None:
+    """Most votes name the worse side, and are labelled wrong all the same; a tie is wrong; unread ones are left out."""
+    env = Judge(format="grm", heldout_count=0)
+    judging = env.abilities.judging
+    assert judging is not None
+    task = next(t for t in (env.train.task(i) for i in range(99)) if t.info["gold"] == 1)
+    said = (r"\boxed{8, 6}", r"\boxed{9, 1}", r"\boxed{5, 7}", r"\boxed{5, 5}", "nothing")
+    rows = meta_rows(judging, [voted(task, *said), voted(task, said[0], said[1])])
+    assert [(r["completion"], r["label"]) for r in rows] == list(
+        zip(said[:4], (False, False, True, False), strict=True)
+    )
+    assert all(r["prompt"] == task.prompt for r in rows)
+    with pytest.raises(DataError, match="teach a meta reward model nothing"):
+        meta_rows(judging, [voted(task, said[0])])
+
+
+def test_labels_that_are_the_votes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meta model that is trained on the judge's own majority."""
+    env = Judge(format="grm", heldout_count=0)
+    judging = env.abilities.judging
+    assert judging is not None
+    task = next(t for t in (env.train.task(i) for i in range(99)) if t.info["gold"] == 1)
+    monkeypatch.setattr("posttrain.api.meta_rows.right", lambda judging, task, vote: chosen(vote.scores) == 0)
+    with pytest.raises(InvariantError, match="2 of 3 judgements are labelled right and name the worse side"):
+        meta_rows(judging, [voted(task, r"\boxed{8, 6}", r"\boxed{9, 1}", r"\boxed{5, 7}")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,7 +113,8 @@ async def test_nothing_that_is_shown_depends_on_the_verdict(name: str) -> None:
         other = judging.regraded(task)
         assert other.prompt == task.prompt and other.info["gold"] == 1 - task.info["gold"]
         assert score(env, task, env.gold(task)[0]) == 1 and score(env, other, env.gold(task)[0]) < 1
-        await shows_no_verdict(env, judging, task)
+        subject: Any = env
+        await shows_no_verdict(subject, judging, task)
 
 
 class Tells(Judge):
@@ -125,7 +127,8 @@ async def test_a_prompt_with_the_verdict_is_told() -> None:
     judging = env.abilities.judging
     assert judging is not None
     with pytest.raises(InvariantError, match="depends on the right verdict"):
-        await shows_no_verdict(env, judging, env.heldout[0])
+        subject: Any = env
+        await shows_no_verdict(subject, judging, env.heldout[0])
 
 
 def test_held_out_pairs_come_in_both_orders_and_in_no_training_task() -> None:
