@@ -38,7 +38,7 @@ BOUND = 2
 """By how many steps samples may be older in runs of faults between asking and learning."""
 AHEAD = ("ahead", "ahead_resume")
 RESUMED = ("resume", "ahead_resume")
-IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "judging", "votes", "yes", *AHEAD)
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", *AHEAD)
 """What faults need that are planted into a reinforcement stage, or before its first step."""
 
 

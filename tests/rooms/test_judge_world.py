@@ -258,5 +258,5 @@ def test_a_critique_ends_in_the_verdict_of_its_scores() -> None:
                 assert prompt == task.prompt and (said == task.info["gold"]) is not bool(wrong)
                 points = [int(x) for x in re.findall(r"=(\d+)", text)]
                 assert len(points) == env.form.sides
-                if env.form.sides == 2:
-                    assert said == int(points[1] > points[0])
+                if env.form.sides == 2:  # a wrong one does not follow from what it says
+                    assert (said == int(points[1] > points[0])) is not bool(wrong)

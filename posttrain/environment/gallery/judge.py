@@ -273,49 +273,32 @@ class Judge(GeneratedTasks):
 
     @property
     def styles(self) -> tuple[str, ...]:
-        """`verdict`: the verdict alone. `critique`: the features of each side, its score and the verdict."""
+        """`verdict`: the verdict alone. `critique`: an answer of one's own, the features of each side, its score, and
+        the verdict."""
         return ("verdict", "critique")
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
-        """(prompt, judgement). A wrong critique has features of other completions of the question, and the verdict that
-        follows from them."""
+        """(prompt, judgement). A wrong critique ends in the verdict that does not follow from it."""
         if style not in self.styles:
             raise ConfigError(f"judge cannot write style {style!r}: {nearest(style, self.styles)}")
         false = bool(rng.random() < wrong)
         if style == "verdict":
             return str(task.prompt), (self.distractor if false else self.gold)(task)[0]
-        return str(task.prompt), self.critique(task, self._seen(task, rng) if false else task.info["completions"])
+        return str(task.prompt), self.critique(task, false)
 
-    def _seen(self, task: Task, rng: np.random.Generator) -> Sequence[str]:
-        """Other completions of the same question, of which the verdict is the other one."""
-        while True:
-            other = self.draw_of(task, rng)
-            if other is not None and other.info["gold"] != task.info["gold"]:
-                return other.info["completions"]
-
-    def draw_of(self, task: Task, rng: np.random.Generator) -> Task | None:
-        """Another task about the same question; None if the draw is no valid one."""
-        index = task.info["index"]
-        inner = self._inner(index)
-        if self.form.sides == 1:
-            label = self._offered.draw(inner, "label", rng)
-            assert isinstance(label, Label)
-            return self._task(task.id, index, (label.completion,), int(label.good), int(label.good))
-        pair = self._offered.draw(inner, "pair", rng)
-        assert isinstance(pair, Pair)
-        if self._utility(inner, pair.chosen) - self._utility(inner, pair.rejected) < self.gap:
-            return None
-        texts, gold = self._ordered(pair, rng)
-        return self._task(task.id, index, texts, gold, gold)
-
-    def critique(self, task: Task, texts: Sequence[str]) -> str:
-        """A judgement of the task as if its completions were these: features, scores, verdict."""
+    def critique(self, task: Task, false: bool = False) -> str:
+        """A judgement: the world's own answer, the features and the score of each side, and the verdict. A false one
+        ends in the verdict that does not follow."""
         inner = self._inner(task.info["index"])
+        texts = task.info["completions"]
         scores = tuple(float(_scored(self._utility(inner, t))) for t in texts)
         sides = [f"{self._levels(inner, t)}={s:.0f}" for t, s in zip(texts, scores, strict=True)]
+        solved = [] if inner.answer is None else [str(inner.answer)]
         begins = [self._principles(inner)] if self.form.principles else []
-        good: Scores = scores if len(scores) == 2 else (float(self._is_good(inner, texts[0])),)
-        return " ".join([*begins, *sides, self.form.verdict(good)])
+        said: Scores = scores if len(scores) == 2 else (float(self._is_good(inner, texts[0])),)
+        if false:
+            said = said[::-1] if len(said) == 2 else (1 - said[0],)
+        return " ".join([*begins, *solved, *sides, self.form.verdict(said)])
 
     def _is_good(self, inner: Task, text: str) -> bool:
         return self._utility(inner, text) >= self._offered.good
