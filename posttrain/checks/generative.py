@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from posttrain.core.abilities import Judging
 from posttrain.core.errors import InvariantError
@@ -15,7 +16,7 @@ from posttrain.core.verdict import State, Verdict
 from posttrain.environment.scripted import ScriptedPolicy
 from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
 from posttrain.role.generative_judge import LEFT_OUT, UNREAD, GenerativeJudge
-from posttrain.role.roles import ReinforceRoles
+from posttrain.role.roles import DataRoles, ReinforceRoles
 
 SHOWN = 16
 """Tasks of training, and as many held-out ones, of which all that is shown is compared."""
@@ -75,10 +76,10 @@ def order_is_random(firsts: Sequence[bool]) -> None:
 
 
 class JudgingCheck(Observer):
-    """Before a stage that learns to judge: no prompt shows the verdict, and the order of the sides is random."""
+    """Before a stage that learns to judge, by imitation or by RL: no prompt shows the verdict, and the order of the sides is random."""
 
-    async def begin(self, roles: ReinforceRoles) -> None:
-        environment = roles.rollout.environment
+    async def begin(self, roles: DataRoles[Any] | ReinforceRoles) -> None:
+        environment = roles.environment if isinstance(roles, DataRoles) else roles.rollout.environment
         judging = environment.abilities.judging
         if judging is None:
             return

@@ -73,6 +73,7 @@ def imitation(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
         ScaleCheck(done=bool(steps)),
         FrozenCheck(),
         ImitationCheck(first=not steps),
+        JudgingCheck(),
     ]
 
 
