@@ -3,7 +3,7 @@
     PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/judges.py --out results      # three seeds
     PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/judges.py --seeds 0 --pairs 20 --train 100
 
-A judge is trained by imitation alone (the first stage of the recipe `judge`, two critiques in five wrong, in the form
+A judge is trained by imitation alone (the first stage of the recipe `judge`, two judgements in five wrong, in the form
 of DeepSeek-GRM). It judges training pairs; each judgement is labelled by its pair (Eq. 10 of 2504.02495), and a meta
 reward model learns the labels, from the judge's own weights. Then held-out pairs are judged `MOST` times each. What was
 predicted before the run is in docs/LOG.md (2026-11-23, judges).
@@ -74,7 +74,7 @@ def ordered(judge: GenerativeJudge, judged: Sequence[JudgedTask], meta_TK: np.nd
 
 def measured(seed: int, folder: Path, pairs: int, train: int, steps: int) -> Tally:
     """One judge and its meta reward model, from the first step on."""
-    words = (f"seed={seed}", "env.args.format=grm", "sft.wrong=0.4", f"sft.steps={steps}", "rl=none", "env.heldout=0")
+    words = (f"seed={seed}", "env.args.format=grm", f"sft.steps={steps}", "rl=none", "env.heldout=0")
     posttrain.run("judge", *words, out=folder / "judge", quiet=True)
     run = reader.run_file(folder / "judge").run
     judge = generative_judge(run, Reward(function=f"judge:{folder / 'judge'}"), 0.0, reward_member)
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--train", type=int, default=1000)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

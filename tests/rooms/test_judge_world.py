@@ -175,7 +175,7 @@ def test_no_surface_feature_tells_the_better_side() -> None:
     found = surface_baselines(pairs("known"), pairs("held"))
     best = max(found, key=lambda b: b.accuracy.mean)
     print(f"best surface feature: {best.feature}, {best.accuracy}; chosen on other pairs: {found[0].feature}")
-    assert best.accuracy.mean < 0.75
+    assert best.accuracy.high < 0.82
 
 
 async def test_consistency_is_paid_where_both_orders_are_right() -> None:

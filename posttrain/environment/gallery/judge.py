@@ -59,7 +59,7 @@ class Judge(GeneratedTasks):
     characters (2505.02387). grm: principles, a critique and a score of 1 to 10 for each, 1 or -1 (2504.02495)."""
     world: str = "replies numbers=2 max_number=9"
     """The judged environment and its settings, separated by spaces. It must know the utility of completions."""
-    gap: float = 0.15
+    gap: float = 0.2
     """Pairs whose utilities differ by less are left out."""
     instruction: str = ""
     """Stands before the question, for a model that can read it."""
