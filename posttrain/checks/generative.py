@@ -76,7 +76,8 @@ def order_is_random(firsts: Sequence[bool]) -> None:
 
 
 class JudgingCheck(Observer):
-    """Before a stage that learns to judge, by imitation or by RL: no prompt shows the verdict, and the order of the sides is random."""
+    """Before a stage that learns to judge, by imitation or by RL: no prompt shows the verdict, and the order of the
+    sides is random."""
 
     async def begin(self, roles: DataRoles[Any] | ReinforceRoles) -> None:
         environment = roles.environment if isinstance(roles, DataRoles) else roles.rollout.environment

@@ -77,6 +77,11 @@ class EvaluationReport:
         """Why there is no score at all, namely why nothing could be judged; '' if something was."""
         return "" if self.reward.prompts or not self.groups else unjudged_words(self.groups)
 
+    @property
+    def words(self) -> str:
+        """What the environment measures beside, for a line that people read; '' where it measures nothing."""
+        return "".join(f"; {name.removeprefix('eval/')} {g.mean:.3f}" for name, g in self.measures.items())
+
     def gauges(self) -> Gauges:
         out = {"eval/accuracy": self.accuracy.gauge(), "eval/reward": self.reward.gauge()}
         if self.greedy is not None and self.greedy_reward is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import posttrain
 from posttrain.api.generative_judges import generative_judge
-from posttrain.api.meta_rows import JudgedTask, meta_rows
+from posttrain.api.meta_rows import JudgedTask, asked, meta_rows
 from posttrain.api.reward_models import reward_member
 from posttrain.api.reward_paths import check_reward_models
 from posttrain.checks.generative import votes_are_counted
@@ -323,3 +324,25 @@ def test_labels_that_are_the_votes_are_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("posttrain.api.meta_rows.right", lambda judging, task, vote: chosen(vote.scores) == 0)
     with pytest.raises(InvariantError, match="2 of 3 judgements are labelled right and name the worse side"):
         meta_rows(judging, [voted(task, r"\boxed{8, 6}", r"\boxed{9, 1}", r"\boxed{5, 7}")])
+
+
+@pytest.mark.prove
+def test_a_judge_with_a_meta_reward_model_from_its_own_judgements(tmp_path: Path) -> None:
+    """Judgements of a judge become rows, a reward model learns them from the judge's weights, and then keeps half of
+    the votes that pay a policy."""
+    folder = learned(tmp_path / "taught", "grm", steps=100)
+    own = reader.run_file(folder).run
+    made = generative_judge(own, Reward(function=f"judge:{folder}"), 0.0, reward_member)
+    world = Judge(format="grm", heldout_count=0)
+    judged = asyncio.run(asked(made, [world.train.task(i) for i in range(40)], 4))
+    rows = meta_rows(made.judging, judged)
+    assert {r["label"] for r in rows} == {True, False}
+    (tmp_path / "meta.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    words = ("reward_model.judgement=label", "reward_model.steps=3", "env.heldout=4", "reward_model.batch=8")
+    given = (f"model={folder}", f"env.prompts={tmp_path / 'meta.jsonl'}")
+    posttrain.run("reward_model", *given, *words, out=tmp_path / "meta", quiet=True)
+    run = paid(Reward(function=f"judge:{folder}", votes=2, meta=str(tmp_path / "meta")))
+    posttrain.run(run, out=tmp_path / "run", quiet=True)
+    found = [e.episode for e in reader.episodes(tmp_path / "run", "rl", 1)]
+    said = [j.verdict.why for e in found for j in e.verdicts if j.source == "taught"]
+    assert any(why.count("*") >= 1 for why in said)
