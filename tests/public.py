@@ -54,7 +54,8 @@ PUBLIC = {
     "posttrain.core.content": "ContentPart",
     "posttrain.core.seats": "SeatTurn",
     "posttrain.core.verdict": "State Verdict Judged outcome",
-    "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow Judgements Judging Measures Together Verify Write",
+    "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow Judgements Judging Measures Together"
+    " Verify Write",
     "posttrain.environment.make": "environment",
     "posttrain.environment.single": "SingleTurn Generated Listed require",
     "posttrain.environment.generated": "GeneratedTasks",
