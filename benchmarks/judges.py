@@ -85,7 +85,7 @@ def measured(seed: int, folder: Path, pairs: int, train: int, steps: int) -> Tal
     posttrain.run(
         "reward_model",
         *(f"seed={seed}", f"model={folder / 'judge'}", f"env.prompts={folder / 'meta.jsonl'}", "env.heldout=50"),
-        *("reward_model.judgement=label", "reward_model.steps=300", "reward_model.optimizer.lr=1e-3"),
+        *("reward_model.judgement=label", "reward_model.centre=0", "reward_model.steps=300"),
         out=folder / "meta",
         quiet=True,
     )

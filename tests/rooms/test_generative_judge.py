@@ -338,7 +338,13 @@ def test_a_judge_with_a_meta_reward_model_from_its_own_judgements(tmp_path: Path
     rows = meta_rows(made.judging, judged)
     assert {r["label"] for r in rows} == {True, False}
     (tmp_path / "meta.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    words = ("reward_model.judgement=label", "reward_model.steps=3", "env.heldout=4", "reward_model.batch=8")
+    words = (
+        "reward_model.judgement=label",
+        "reward_model.centre=0",
+        "reward_model.steps=3",
+        "env.heldout=4",
+        "reward_model.batch=8",
+    )
     given = (f"model={folder}", f"env.prompts={tmp_path / 'meta.jsonl'}")
     posttrain.run("reward_model", *given, *words, out=tmp_path / "meta", quiet=True)
     run = paid(Reward(function=f"judge:{folder}", votes=2, meta=str(tmp_path / "meta")))
