@@ -25,7 +25,12 @@ def judge() -> Run:
         env=Env(name="judge", heldout=200),
         stages=(
             Supervised(
-                name="sft", style="critique", wrong=0.4, steps=800, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)
+                name="sft",
+                style="critique",
+                wrong=0.4,
+                steps=800,
+                batch=64,
+                optimizer=Optimizer(lr=4e-3, warmup=20, schedule="cosine", horizon=800),
             ),
             Reinforce(
                 name="rl",
@@ -34,7 +39,7 @@ def judge() -> Run:
                 optimizer=Optimizer(lr=7e-4, warmup=5),
                 prompts=32,
                 siblings=8,
-                steps=100,
+                steps=60,
                 eval_every=20,
             ),
         ),
