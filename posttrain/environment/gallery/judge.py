@@ -33,6 +33,7 @@ from posttrain.environment.judge_rules import (
     judge_prompt,
 )
 from posttrain.environment.single import HELDOUT_SEED, SingleTurn, require
+from posttrain.verifier.integers import last_integer
 
 OTHER_ORDER = "other order"
 """The seat that judges the same pair with its sides exchanged."""
@@ -287,12 +288,12 @@ class Judge(GeneratedTasks):
         return str(task.prompt), self.critique(task, false)
 
     def critique(self, task: Task, false: bool = False) -> str:
-        """A judgement: the world's own answer, the features and the score of each side, and the verdict. A false one
-        ends in the verdict that does not follow."""
+        """A judgement: the world's own answer, what each side answers, its features and score, and the verdict. A false
+        one ends in the verdict that does not follow."""
         inner = self._inner(task.info["index"])
         texts = task.info["completions"]
         scores = tuple(float(_scored(self._utility(inner, t))) for t in texts)
-        sides = [f"{self._levels(inner, t)}={s:.0f}" for t, s in zip(texts, scores, strict=True)]
+        sides = [f"{_answered(inner, t)}{self._levels(inner, t)}={s:.0f}" for t, s in zip(texts, scores, strict=True)]
         solved = [] if inner.answer is None else [str(inner.answer)]
         begins = [self._principles(inner)] if self.form.principles else []
         said: Scores = scores if len(scores) == 2 else (float(self._is_good(inner, texts[0])),)
@@ -316,6 +317,11 @@ class Judge(GeneratedTasks):
 def conversation_text(task: Task) -> str:
     """The question of a task, as a judge reads it."""
     return task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
+
+
+def _answered(task: Task, text: str) -> str:
+    """What a completion answers, where the world's answers are whole numbers."""
+    return (last_integer(text) or "") if last_integer(str(task.answer)) is not None else ""
 
 
 def _scored(utility: float) -> int:
