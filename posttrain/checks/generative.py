@@ -106,7 +106,8 @@ def votes_are_counted(judge: GenerativeJudge, group: Group, episode: Episode) ->
     if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
         return
     rivals = VERSUS.findall(verdict.why)
-    others = {e.text for e in group.episodes} - {episode.text}
+    read = [e for e in group.episodes if any(j.source == judge.name for j in e.verdicts)]
+    others = {e.text for e in read} - {episode.text}
     if others and any(int(other) == episode.sibling for other, _ in rivals):
         raise InvariantError(
             f"task {group.task.id!r}: the votes recorded of sibling {episode.sibling} compare it with itself, so they"

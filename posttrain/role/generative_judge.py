@@ -223,7 +223,11 @@ class GenerativeJudge:
         """The votes about answer i in one comparison, for the record: `vs SIBLING:` and what each says of it."""
         sides = votes[0].sides
         other = next((s for s in sides if s != i), i)
-        marks = [_mark(v, i) + ("" if k in kept or v.scores is None else LEFT_OUT) for k, v in enumerate(votes)]
+        marks = [
+            mark + ("" if k in kept or v.scores is None else LEFT_OUT)
+            for k, v in enumerate(votes)
+            for mark in _marks(v, i)
+        ]
         return (f"vs {episodes[other].sibling}:" if len(sides) == 2 else "") + ",".join(marks)
 
     def _verdict(self, episode: Episode, values: Sequence[float], said: str, votes: Sequence[Vote]) -> Verdict:
@@ -233,11 +237,11 @@ class GenerativeJudge:
         return Verdict.failed("unread", f"none of {len(votes)} votes has a verdict: {sample}")
 
 
-def _mark(vote: Vote, i: int) -> str:
-    """What a vote says of answer i: its score as a short number."""
+def _marks(vote: Vote, i: int) -> list[str]:
+    """What a vote says of answer i, as a short number; twice where it is compared with itself."""
     if vote.scores is None:
-        return UNREAD
-    return f"{vote.scores[vote.sides.index(i)]:g}"
+        return [UNREAD]
+    return [f"{s:.12g}" for side, s in zip(vote.sides, vote.scores, strict=True) if side == i]
 
 
 def comparisons(count: int, sides: int, rivals: int = 0) -> list[tuple[int, ...]]:
