@@ -93,11 +93,14 @@ def _first_steps(stage: Any) -> tuple[str, ...]:
     """Settings that cut a stage of a recipe to its first steps, by its kind."""
     from posttrain.core.rejection import Rejection
     from posttrain.core.run import Reinforce
+    from posttrain.core.step_labels import StepLabeling
 
     if isinstance(stage, Reinforce):
         return tuple(w.replace("rl.", f"{stage.name}.", 1) for w in RL)
     if isinstance(stage, Rejection):
         return REJECTION
+    if isinstance(stage, StepLabeling):
+        return (f"{stage.name}.steps=2", f"{stage.name}.prompts=8", f"{stage.name}.siblings=2")
     return _imitated(stage.name, 3)
 
 
@@ -108,6 +111,7 @@ def recipes() -> Iterator[Play]:
     rewards = {
         "verifiable": ("env.rewards=last_integer,{rewards}:spread",),
         "rlhf": (),  # its reward model, which it trains
+        "prm": (),  # nothing learns from reward
         "reward_model": (),  # nothing is sampled
     }
     for name, recipe in RECIPES.items():

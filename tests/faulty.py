@@ -20,6 +20,7 @@ from posttrain.core import reader
 from posttrain.core.asker import asker
 from posttrain.core.env import Reward
 from posttrain.core.errors import PosttrainError
+from posttrain.core.ladder import GRPO_PROCESS
 from posttrain.core.placement import Processes
 from posttrain.core.ports import Talk
 from posttrain.core.preference_stage import OnlinePreference, Preference
@@ -27,6 +28,7 @@ from posttrain.core.rejection import STAR, Rejection
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
+from posttrain.core.step_labels import StepLabeling
 from posttrain.core.types import Stop, Task
 from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import characters
@@ -175,6 +177,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = _rewarded(run, needs)
     if needs in ("judging", "votes", "yes"):
         run = _judging(run, needs, folder)
+    if needs == "process":
+        run = _stepwise(run)
     if needs in ("preference", "online", "reject"):
         run = replace(run, stages=(_stage(needs, steps),))
     return run
@@ -231,6 +235,43 @@ def _judging(run: Run, needs: str, folder: Path) -> Run:
     env = Env(name="replies", args={"numbers": 2, "max_number": 9}, heldout=10, rewards=paid, measured=True)
     rl = replace(run.stages[-1], sampling=Sampling(max_tokens=8), max_failed=0.9)
     return replace(run, model=replace(MODEL, context=64), env=env, stages=(rl,))
+
+
+def _stepwise(run: Run) -> Run:
+    """Chains of two sums, labels of their steps, a process reward model, and RL with it."""
+    cot = Supervised(
+        name="sft", style="cot", wrong=0.3, steps=18, batch=64, optimizer=Optimizer(lr=1e-2, warmup=2), eval=False
+    )
+    sampling = Sampling(max_tokens=20)
+    label = StepLabeling(
+        name="label",
+        separator=";",
+        completions=4,
+        prompts=8,
+        siblings=2,
+        steps=2,
+        sampling=sampling,
+        checkpoint_every=0,
+    )
+    rm = RewardModel(
+        name="rm",
+        judgement="steps",
+        pool="token",
+        separator=";",
+        labels_of="label",
+        soft=True,
+        steps=3,
+        batch=8,
+        optimizer=Optimizer(lr=3e-3, warmup=1),
+        hands_on=False,
+        checkpoint_every=0,
+    )
+    args = {"min_terms": 3, "max_terms": 3, "max_operand": 4}
+    env = Env(name="arithmetic", args=args, heldout=6, rewards=(Reward(function="model:stage:rm"),))
+    rl = run.stages[-1]
+    assert isinstance(rl, Reinforce)
+    rl = replace(rl, algorithm=GRPO_PROCESS, sampling=sampling, eval=False)
+    return replace(run, model=replace(MODEL, context=64), env=env, stages=(cot, label, rm, rl))
 
 
 def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = False, **rl: Any) -> Caught | None:

@@ -28,6 +28,7 @@ PUBLIC = {
     "posttrain.core.reinforce": "Reinforce",
     "posttrain.core.rejection": "Rejection RejectionMethod",
     "posttrain.core.reward_model": "RewardModel",
+    "posttrain.core.step_labels": "StepLabeling",
     "posttrain.core.stage": "Stage Optimizer",
     "posttrain.core.env": "Env Reward SandboxSettings",
     "posttrain.core.engines": "Embedded VLLM",

@@ -10,6 +10,7 @@ scores R_c and R_r, and of a ranking with scores R_1 (best) to R_K:
     regulariser  (1 - alpha) of the above + alpha * -log sigmoid(beta * x)          (2406.10216)
                  x = log pi(c), log pi(c) - log pi(r), or that less the same of a reference, sums over the completion
     label     -log sigmoid(R) if good, -log sigmoid(-R) if bad
+    steps     mean over the labelled steps k of -y log sigmoid(R_k) - (1 - y) log sigmoid(-R_k)   (2312.08935)
     rating    mean over the rated attributes of (output - rating)^2, or the cross entropy of the rating's class
 
 Axis letters: M spoken tokens, S segments, U units, K members of a unit or outputs of a head.
@@ -34,7 +35,7 @@ from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.reward_head import HeadShape
 from posttrain.core.reward_model import Regulariser
 from posttrain.core.scores import Rewards, TokenScores
-from posttrain.core.streams import MARGIN, RATING, REFERENCE, SIDE, WEIGHT, Stream
+from posttrain.core.streams import MARGIN, RATING, REFERENCE, SIDE, STEP, WEIGHT, Stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class RankingLoss:
     """
 
     judged: str = "pair"
-    """The kind of judgement: pair, ranking, label or rating (`core.judgements.Kind`)."""
+    """The kind of judgement: pair, ranking, label, rating or steps (`core.judgements.Kind`)."""
     shape: HeadShape = HeadShape()
     margin: bool = True
     """Subtract the margin of a pair, where the data has one."""
@@ -78,6 +79,8 @@ class RankingLoss:
                 return terms if self.regularise == "none" else self._regularised(read, terms, scores.logp)
             case "label":
                 return self._labelled(read, given)
+            case "steps":
+                return self._stepwise(read, given)
             case "rating":
                 return self._rated(read, given)
             case _:
@@ -147,6 +150,20 @@ class RankingLoss:
             each_S = softplus(torch.where(good_S, -read.score_S, read.score_S))
         right = (read.score_S.detach() > 0) == good_S
         accuracy = Gauge(float(right.sum()), len(good_S))
+        return Terms((read.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **read.gauges()})
+
+    def _stepwise(self, read: _Read, given: Rewards) -> Terms:
+        """Labels of steps, each at the last token of its step. A completion counts once, however many steps it has."""
+        label_M, score_M = read.each(STEP), given.outputs[:, 0]
+        known_M = ~label_M.isnan()
+        steps_S = torch.bincount(read.segment_M[known_M], minlength=len(read.score_S))
+        if not bool((steps_S > 0).all()):
+            raise InvariantError("a completion has no labelled step: leave it out of the minibatch")
+        label_K, score_K, segment_K = label_M[known_M], score_M[known_M], read.segment_M[known_M]
+        each_K = (softplus(score_K) - label_K * score_K) / steps_S[segment_K]
+        each_S = read.score_S.new_zeros(len(steps_S)).index_add(0, segment_K, each_K)
+        right = (score_K.detach() > 0) == (label_K > 0.5)
+        accuracy = Gauge(float(right.sum()), len(label_K))
         return Terms((read.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **read.gauges()})
 
     def _rated(self, read: _Read, given: Rewards) -> Terms:

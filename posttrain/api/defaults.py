@@ -25,6 +25,7 @@ from posttrain.core.rejection import Rejection
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.stage import Stage
+from posttrain.core.step_labels import StepLabeling
 
 TRAINED = 1_000_000
 """A model with fewer parameters is as small as those that recipes build, and the recipe's settings are for it."""
@@ -118,6 +119,8 @@ class Choices:
         elif isinstance(stage, Rejection):
             yield "optimizer.lr", self._lr(Rejection)
             yield "sampling.max_tokens", self._answer()
+        elif isinstance(stage, StepLabeling):
+            yield "sampling.max_tokens", self._answer()
         elif isinstance(stage, Preference | RewardModel):
             yield from self._judged(stage)
 
@@ -202,13 +205,13 @@ class Choices:
         """Most tokens of a sequence: a token has at least one byte. None: not known, so all positions are used."""
         if self.data is None or self.run.env.args.get("tools"):
             return None
-        made = [self._tokens_of(s) for s in self.run.stages if isinstance(s, Reinforce | Rejection)]
+        made = [self._tokens_of(s) for s in self.run.stages if isinstance(s, Reinforce | Rejection | StepLabeling)]
         need = max([self.data.longest_prompt + max(made, default=0), self.data.longest])
         need = -(-(need + TEMPLATE) // 256) * 256
         bound = self.size.positions if self.size is not None else None
         return need if bound is not None and need < bound else None
 
-    def _tokens_of(self, stage: Reinforce | Rejection) -> int:
+    def _tokens_of(self, stage: Reinforce | Rejection | StepLabeling) -> int:
         given = self._is_given(f"{stage.name}.sampling.max_tokens")
         return stage.sampling.max_tokens if given else int(self._answer()[0])
 

@@ -45,6 +45,7 @@ ALLOWED: Mapping[str, str] = {
     "Reinforce.max_failed": "which share of unjudged samples stops the run",
     "Rejection.rounds": "rounds after which the stage ends",
     "Rejection.max_failed": "which share of unjudged samples stops the run",
+    "StepLabeling.max_failed": "which share of unjudged answers stops the run",
     "Evaluation.samples": "samples of a measurement from now on",
     "Evaluation.greedy": "whether greedy answers are measured from now on",
     "Run.slots": "sequences decoded at once",

@@ -26,12 +26,15 @@ from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.readout import read_out
 from posttrain.engine.reward_folder import read_reward_model
 from posttrain.engine.transform import logit_dtype
-from posttrain.environment.render import Renderer
+from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.role.generative_judge import GenerativeJudge
 from posttrain.role.reward_judge import JudgeMember, RewardModelJudge
+from posttrain.role.step_judge import StepJudge
+from posttrain.role.step_scores import step_scores
+from posttrain.role.steps import TokenEnds
 from posttrain.role.weights import load_weights
 
-ModelJudge = RewardModelJudge | GenerativeJudge
+ModelJudge = RewardModelJudge | GenerativeJudge | StepJudge
 """A judge of finished episodes that `env.rewards` names."""
 RESOLUTIONS = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 3e-2}
 """Relative difference up to which two scores count as equal, by the dtype they are computed in: its rounding, over the
@@ -99,10 +102,17 @@ class RewardModels:
         self._made.append(made)
         return made
 
-    def _judge(self, reward: Reward) -> RewardModelJudge:
+    def _judge(self, reward: Reward) -> RewardModelJudge | StepJudge:
         members = tuple(self._member(path) for path in reward.models)
         name = "+".join(m.name for m in members)
         default = RESOLUTIONS[self._run.model.dtype]
+        if any(_separator(m) for m in members):
+            return self._step_judge(name, reward, members)
+        if (reward.steps, reward.progress) != ("score", False):
+            raise ConfigError(
+                f"reward model {name} scores whole answers, and steps and progress are for one that scores steps"
+                " (judgement=steps): leave them out"
+            )
         return RewardModelJudge(
             name,
             reward.weight,
@@ -112,6 +122,45 @@ class RewardModels:
             default if reward.resolution is None else reward.resolution,
             reward.measured,
             _line(name, reward, members),
+        )
+
+    def _step_judge(self, name: str, reward: Reward, members: Sequence[JudgeMember]) -> StepJudge:
+        """The judge of a process reward model.
+
+        Raises:
+            ConfigError: it is one of several, has another tokenizer than the policy, or single steps are measured.
+        """
+        member = members[0]
+        if len(members) > 1:
+            raise ConfigError(f"reward model {name}: one of them scores steps, and those are not combined; give one")
+        if member.renderer is not None:
+            raise ConfigError(
+                f"reward model {name} scores steps, and has another tokenizer or chat template than the policy, so its"
+                " steps end at other tokens: train one from the policy's own model"
+            )
+        if reward.measured and reward.steps != "outcome":
+            raise ConfigError(
+                f"reward model {name}: what is measured is about the whole answer; set env.rewards.N.steps=outcome"
+            )
+        tokenizer: Any = self._policy.tokenizer
+        renderer = Renderer(tokenizer, self._policy.stop_ids, self._policy.context)
+        what = {
+            "score": "each step's score, read by algorithms that compare steps",
+            "pay": "each step's score, paid at its end",
+            "outcome": f"the {reward.aggregate} of its steps' scores",
+        }[reward.steps]
+        what += ", as progress over the step before" if reward.progress else ""
+        scorer = member.scorer
+        assert isinstance(scorer, FrozenRewards)
+        return StepJudge(
+            name,
+            reward,
+            member,
+            scorer,
+            _separator(member),
+            TokenEnds(RenderedDialogue(renderer, "").text),
+            RESOLUTIONS[self._run.model.dtype] if reward.resolution is None else reward.resolution,
+            f"process reward model {name} (weight {reward.weight:g}) reads the policy's tokens: {what}",
         )
 
     def _member(self, path: str) -> JudgeMember:
@@ -134,11 +183,21 @@ class FrozenRewards:
     def __init__(self, policy: Policy) -> None:
         self._policy, self._learner, self._one = policy, HFLearner(policy), threading.Lock()
 
+    @property
+    def separator(self) -> str:
+        """The text that ends a step; '' for a model that scores whole answers."""
+        return self._policy.reward_head.shape.separator if self._policy.reward_head is not None else ""
+
     def rewards(self, packed: Packed) -> np.ndarray:
         """float32 [S]: the score of each segment, without gradient. Threads take turns: groups that are asked ahead are
         judged in one while a check reads the same model in another."""
         with self._one:
             return self._learner.rewards(packed)
+
+    def tokens(self, packed: Packed) -> np.ndarray:
+        """float64 [M]: the score at each spoken token, as a chance. For a head that scores steps."""
+        with self._one:
+            return step_scores(self._learner, packed)
 
     def tensors(self) -> Mapping[str, Any]:
         """Its weights by name, the head's included."""
@@ -146,6 +205,10 @@ class FrozenRewards:
         assert head is not None
         own = {f"{NAME}.{n}": p for n, p in head.named_parameters()}
         return {**dict(named_tensors(self._policy.module)), **own}
+
+
+def _separator(member: JudgeMember) -> str:
+    return member.scorer.separator if isinstance(member.scorer, FrozenRewards) else ""
 
 
 def judges_of(run: Run, policy: Policy, folder: Path | None) -> tuple[ModelJudge, ...]:

@@ -10,6 +10,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.reward_model import RewardModel, trained_at
 from posttrain.core.run import Run
+from posttrain.core.step_labels import StepLabeling
 from posttrain.engine.locate import check_source
 from posttrain.engine.reward_form import form_of
 
@@ -48,7 +49,8 @@ def _check_stage(run: Run, setting: str, env: Env, name: str) -> None:
             f"{setting}=model:{STAGE}{name}: {known}. Name such a stage, or a directory with a reward model: model:PATH"
         )
     names = [s.name for s in run.stages]
-    early = [s.name for s in run.stages[: names.index(name)] if s.contract is not None and run.env_of(s) == env]
+    before = [s for s in run.stages[: names.index(name)] if not isinstance(s, StepLabeling)]
+    early = [s.name for s in before if s.contract is not None and run.env_of(s) == env]
     if early:
         raise ConfigError(
             f"{setting}=model:{STAGE}{name}: {early[0]} learns from what it samples before {name} has trained its"

@@ -21,6 +21,7 @@ from posttrain.core.rejection import Rejection, RejectionMethod
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Model, Reinforce, Run, Supervised
 from posttrain.core.stage import Stage
+from posttrain.core.step_labels import StepLabeling
 from posttrain.environment.make import shipped_class
 
 MAIN: dict[type, tuple[str, ...]] = {
@@ -42,7 +43,8 @@ MAIN: dict[type, tuple[str, ...]] = {
         *("method", "rounds", "prompts", "siblings", "epochs", "batch", "optimizer.lr"),
         *("sampling.max_tokens", "sampling.temperature", "general", "style", "eval_every"),
     ),
-    RewardModel: ("judgement", "steps", "batch", "optimizer.lr", "centre", "eval_every"),
+    RewardModel: ("judgement", "steps", "batch", "optimizer.lr", "eval_every"),
+    StepLabeling: ("completions", "steps"),
 }
 """The settings that people change first, of a run and of each kind of stage."""
 PARTS = ("sampling", "optimizer", "algorithm", "env")

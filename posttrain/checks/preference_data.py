@@ -11,7 +11,8 @@ from posttrain.checks.schedule import due
 from posttrain.core import abilities, seeds
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
-from posttrain.core.judgements import Judgement, Label, Pair, Ranking
+from posttrain.core.judgements import Judgement, Label, Pair, Ranking, StepLabels
+from posttrain.core.reward_model import RewardModel
 from posttrain.core.streams import MARGIN, SIDE, WEIGHT
 from posttrain.role.events import Event, Observer, ObserverReport, PackedEvent
 from posttrain.role.prompts import Prompts
@@ -26,7 +27,8 @@ def judged_again(roles: PreferenceRoles | RewardRoles, index: int) -> list[Judge
     )
     draw = abilities.judgements(roles.environment).draw
     tasks = [next(prompts) for _ in range(stage.batch)]
-    return [draw(t, stage.judged, seeds.generator(seed, f"judgement/{stage.name}/{t.id}", visit)) for t, visit in tasks]
+    kind = stage.judgement if isinstance(stage, RewardModel) else stage.judged
+    return [draw(t, kind, seeds.generator(seed, f"judgement/{stage.name}/{t.id}", visit)) for t, visit in tasks]
 
 
 def told(judgement: Judgement) -> list[tuple[str, int]]:
@@ -35,6 +37,9 @@ def told(judgement: Judgement) -> list[tuple[str, int]]:
         return [(judgement.chosen, 1), (judgement.rejected, 0)]
     if isinstance(judgement, Label):
         return [(judgement.completion, 1 if judgement.good else 0)]
+    if isinstance(judgement, StepLabels):
+        text = "".join(s if s.endswith(judgement.separator) else s + judgement.separator for s in judgement.steps[:-1])
+        return [(text + judgement.steps[-1], int(all(x > 0 for x in judgement.labels)))]
     assert isinstance(judgement, Ranking)
     return list(zip(judgement.completions, reversed(range(len(judgement.completions))), strict=True))
 

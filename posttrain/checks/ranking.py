@@ -17,6 +17,7 @@ from posttrain.checks.preference_data import judged_again, rows_of, sides_are_as
 from posttrain.checks.preference_reference import reference_says, starts_at_reference
 from posttrain.checks.sampler import reference_unmoved
 from posttrain.checks.schedule import due
+from posttrain.checks.stepwise import expected_step_loss, steps_are_as_judged
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Step
@@ -191,7 +192,11 @@ class RankingCheck(Observer):
             sides_are_as_judged(event.batch, rows_of(judged))
             units = range(len(judged)) if due(event.index) else [event.index % len(judged)]
             tokens_are_as_judged(roles, event.batch, judged, units)
-            if due(event.index):
+            if roles.stage.judgement == "steps":
+                steps_are_as_judged(roles, event.batch, judged)
+                if due(event.index):
+                    self._expected = expected_step_loss(roles, event.batch, judged)
+            elif due(event.index):
                 logp_S = None if roles.stage.regularise == "none" else self._language(roles, event.batch)
                 self._expected = expected_loss(judged, roles.stage, roles.learner.rewards(event.batch), logp_S)
         if self._first:

@@ -28,6 +28,7 @@ from posttrain.checks.rejection import RejectionCheck, RoundVerifierCheck
 from posttrain.checks.resume import OptimizerResumeCheck, RestoreCheck, ResumeCheck
 from posttrain.checks.reward_models import RewardModelCheck
 from posttrain.checks.sampler import SamplerCheck
+from posttrain.checks.stepwise import StepJudgeCheck, StepLabelCheck
 from posttrain.checks.synthetic import LossCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.verifier import VerifierCheck
@@ -37,6 +38,7 @@ from posttrain.core.rejection import Rejection
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Reinforce, Supervised
 from posttrain.core.stage import Stage
+from posttrain.core.step_labels import StepLabeling
 from posttrain.role.events import Observer, Observers
 
 
@@ -61,6 +63,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         RewardModelCheck(),
         JudgingCheck(),
         VotesCheck(),
+        StepJudgeCheck(),
         ChangeGauges(),
         LiveRules(history),
     ]
@@ -85,6 +88,11 @@ def ranking(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
         FrozenCheck(),
         RankingCheck(first=not steps),
     ]
+
+
+def labels(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a stage that labels steps of its own answers."""
+    return [StepLabelCheck()]
 
 
 def preference(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
@@ -146,6 +154,7 @@ OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = 
     RewardModel: ranking,
     OnlinePreference: online,
     Rejection: rejection,
+    StepLabeling: labels,
 }
 """By the type of the stage. A type that is not here, and derives from none that is, is not checked."""
 

@@ -163,6 +163,7 @@ HARMLESS = frozenset(
     {
         *("Run.recipe", "Run.deterministic", "Run.exact", "Run.record_episodes"),
         *("Reward.combine", "Reward.measured", "Env.measured"),
+        *("Reward.steps", "Reward.aggregate", "Reward.progress"),
         "Run.fault",  # starts with --allow-fault only
         *(
             "Model.arch",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.process import Aggregate
 from posttrain.core.stop import EpisodeLimits
 
 Scalar = str | int | float | bool
@@ -51,6 +52,14 @@ class Reward:
     meta: str | None = None
     """Of a judge: a reward model of judgements (a directory, a run folder or a hub id) with the judge's tokenizer. The
     half of the votes about a comparison that it scores highest counts (2504.02495)."""
+    steps: Literal["score", "pay", "outcome"] = "score"
+    """Of a process reward model, which scores steps. score: each step has its score, which an algorithm reads that
+    compares steps (grpo_process). pay: each score is paid at the end of its step, for credit with values (ppo).
+    outcome: the scores as one number are the answer's reward."""
+    aggregate: Aggregate = "min"
+    """How the scores of steps become one number."""
+    progress: bool = False
+    """Of a process reward model: a step's score is by how much it raised the chance of a right answer (2410.08146)."""
     measured: bool = False
     """Nothing is learned from it. Held-out accuracy and mean reward are those of what is measured, beside what is
     paid, so that over-optimisation of a reward shows."""
@@ -81,6 +90,11 @@ class Reward:
         self._check_judge()
         if self.models:
             self._check_models()
+        elif (self.steps, self.aggregate, self.progress) != ("score", "min", False):
+            raise ConfigError(
+                f"reward {self.function!r}: steps, aggregate and progress are for a process reward model (model:PATH);"
+                " leave them out"
+            )
         elif self.combine != "mean" or self.pessimism:
             raise ConfigError(
                 f"reward {self.function!r}: combine and pessimism are for several reward models (model:A+B); leave them"
@@ -118,6 +132,11 @@ class Reward:
         if len(self.models) == 1 and (self.combine != "mean" or self.pessimism):
             raise ConfigError(
                 f"reward {self.function!r} is one model, and combine and pessimism are for several: model:A+B"
+            )
+        if self.progress and self.steps == "outcome":
+            raise ConfigError(
+                f"reward {self.function!r}: progress is of single steps, and steps=outcome pays one number; set"
+                " steps=score or steps=pay"
             )
         if self.pessimism < 0 or (self.pessimism and self.combine == "worst"):
             raise ConfigError(

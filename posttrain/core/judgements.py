@@ -76,7 +76,13 @@ class StepLabels(Judgement):
 
     steps: tuple[str, ...]
     labels: tuple[int, ...]
+    values: tuple[float, ...] = ()
+    """The chance of a right answer after each step, in [0, 1]; empty where the data has none."""
+    separator: str = "\n"
+    """What stands between two steps in the completion, where a step does not end with it."""
 
     def __post_init__(self) -> None:
+        if self.values and len(self.values) != len(self.steps):
+            raise self.told(f"{len(self.steps)} steps have {len(self.values)} values: give one for each step")
         if len(self.steps) != len(self.labels):
             raise self.told(f"{len(self.steps)} steps have {len(self.labels)} labels: give one for each step")

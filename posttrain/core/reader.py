@@ -20,9 +20,13 @@ from posttrain.core.rejection import Rejection
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.stage import Stage
+from posttrain.core.step_labels import StepLabeling
 from posttrain.core.tree import from_plain
 
-STAGES: tuple[type[Stage], ...] = (Supervised, Reinforce, Preference, OnlinePreference, RewardModel, Rejection)
+STAGES: tuple[type[Stage], ...] = (
+    *(Supervised, Reinforce, Preference, OnlinePreference, RewardModel, Rejection),
+    StepLabeling,
+)
 """The kinds of stage of this package. A run folder can be read only where the kinds of its stages are known."""
 SCHEMA = 2
 MEASURED = ("clock", "memory")

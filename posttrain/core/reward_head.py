@@ -25,6 +25,9 @@ class HeadShape:
     classes: int = 0
     """A rating in so many classes 0, 1, ...: one logit for each, and the score is the expected class. 0: the outputs
     are numbers."""
+    separator: str = ""
+    """With pool=token: its numbers are read at the end of each step, and this text ends a step. '': it scores whole
+    completions."""
 
     def __post_init__(self) -> None:
         if not self.outputs or len(set(self.outputs)) != len(self.outputs) or not all(self.outputs):
@@ -37,6 +40,9 @@ class HeadShape:
             )
         if self.pool == "token" and (self.gate or self.classes or len(self.outputs) > 1):
             raise ConfigError("a reward head that reads every token has one output, without gate and classes")
+
+        if self.separator and self.pool != "token":
+            raise ConfigError("a reward head that scores steps reads every token: set pool=token")
 
     @property
     def width(self) -> int:

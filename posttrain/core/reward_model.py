@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from posttrain.core.errors import ConfigError
 from posttrain.core.reward_head import HeadShape, Pool
 from posttrain.core.stage import Optimizer, Stage
+from posttrain.core.step_labels import StepLabeling
 
 if TYPE_CHECKING:
     from posttrain.core.judgements import Kind
@@ -25,15 +26,25 @@ class RewardModel(Stage):
     samples starts from them, and `posttrain export` writes a model for sequence classification.
     """
 
-    harmless = ("judgement", "pool", "attributes", "gate", "margin", "pairs", "regularise", "too_long")
+    harmless = (
+        *("judgement", "pool", "attributes", "gate", "margin", "pairs", "regularise", "too_long"),
+        *("separator", "soft", "labels_of"),
+    )
     leaves_policy: ClassVar[bool] = False
 
-    judgement: Literal["pair", "ranking", "rating", "label"] = "pair"
+    judgement: Literal["pair", "ranking", "rating", "label", "steps"] = "pair"
     """What it learns from. pair: Bradley-Terry. ranking: Plackett-Luce, one unit a prompt. rating: numbers for the
-    attributes, squared error. label: good and bad completions, logistic."""
+    attributes, squared error. label: good and bad completions, logistic. steps: labels of steps, logistic at the end of
+    each (a process reward model)."""
     pool: Pool = "last"
     """Where its head reads. last: at the stop token, as transformers' sequence classification does. mean: the mean over
     the completion's tokens. token: every token of the completion, for labels alone (2110.14168)."""
+    separator: str = "\n"
+    """Of steps: text that ends a step, in what it learns from and in what it scores."""
+    soft: bool = False
+    """Of steps: learn the chance of a right answer (the rows' values), in place of whether there is one."""
+    labels_of: str | None = None
+    """Of steps: the earlier stage of this run that labelled them. None: the data has them."""
     attributes: tuple[str, ...] = ()
     """Names of the ratings to learn, an output for each. None: one output."""
     gate: bool = False
@@ -98,16 +109,34 @@ class RewardModel(Stage):
                 self.regularise != "none" and kind != "pair",
                 "the language head learns from chosen and rejected completions. Set judgement=pair or regularise=none",
             ),
-            ("pool", self.pool == "token" and kind != "label", "a head that reads every token learns from labels"),
+            (
+                "pool",
+                self.pool == "token" and kind not in ("label", "steps"),
+                "a head that reads every token learns from labels",
+            ),
+            ("pool", self.pool != "token" and kind == "steps", "steps end inside a completion; set pool=token"),
+            ("separator", not self.separator and kind == "steps", "give the text that ends a step, such as ';'"),
+            ("soft", self.soft and kind != "steps", "it is about labels of steps; set it to false"),
+            ("labels_of", self.labels_of is not None and kind != "steps", "labels of steps are for judgement=steps"),
+            ("too_long", self.leaves_out_long and self.labels_of is not None, "what a policy said fits; set refuse"),
         )
 
     @property
     def shape(self) -> HeadShape:
         """The shape of its head."""
-        return HeadShape(pool=self.pool, outputs=self.attributes or ("score",), gate=self.gate, classes=self.classes)
+        separator = self.separator if self.judgement == "steps" else ""
+        return HeadShape(
+            pool=self.pool,
+            outputs=self.attributes or ("score",),
+            gate=self.gate,
+            classes=self.classes,
+            separator=separator,
+        )
 
     def beside(self, stages: tuple[Stage, ...]) -> str:
         first = next(s for s in stages if isinstance(s, RewardModel))
+        if self.labels_of is not None and (why := self._unlabelled(stages)):
+            return why
         if self.shape == first.shape:
             return ""
         return (
@@ -115,9 +144,24 @@ class RewardModel(Stage):
             " same pool, attributes, gate and classes"
         )
 
+    def _unlabelled(self, stages: tuple[Stage, ...]) -> str:
+        """Why the stage that should have labelled steps for it did not."""
+        name = self.labels_of
+        before = {s.name: s for s in stages[: next(i for i, s in enumerate(stages) if s.name == self.name)]}
+        labeling = before.get(name or "")
+        if not isinstance(labeling, StepLabeling):
+            known = ", ".join(n for n, s in before.items() if isinstance(s, StepLabeling)) or "and there is none"
+            return f"{self.name}.labels_of={name}: must name an earlier stage that labels steps, {known}"
+        if labeling.separator == self.separator:
+            return ""
+        return (
+            f"{self.name}.separator={self.separator!r} and {name}.separator={labeling.separator!r}: steps must end with"
+            f" the same text. Set {self.name}.separator={labeling.separator}"
+        )
+
     @property
-    def judged(self) -> Kind:
-        return self.judgement
+    def judged(self) -> Kind | None:
+        return self.judgement if self.labels_of is None else None
 
     @property
     def leaves_out_long(self) -> bool:

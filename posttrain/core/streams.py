@@ -142,6 +142,12 @@ RATING = Stream(
     "reward models that learn ratings",
     wide=True,
 )
+STEP = Stream(
+    "step",
+    "float64",
+    "at the last token of each labelled step the chance that the answer becomes right; NaN at all other tokens",
+    "reward models that learn labels of steps",
+)
 
 OPPONENT = Stream(
     "opponent",

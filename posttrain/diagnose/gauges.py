@@ -169,6 +169,15 @@ REGISTRY: dict[str, Definition] = {
         "share",
         "0.5 at the start; above it where the policy becomes better than its opponent",
     ),
+    "label/answers": Definition(
+        "answers whose steps were labelled, per answer that was judged", "share", "1; less: answers without a step"
+    ),
+    "label/steps": Definition("labelled steps of an answer", "steps", "above 1, or steps are whole answers"),
+    "label/hard": Definition(
+        "share of steps from whose end at least one completion was right", "share", "0.1 to 0.95; else little to learn"
+    ),
+    "label/soft": Definition("share of right completions, mean over steps", "share", "0.1 to 0.9"),
+    "label/completions": Definition("judged completions from the end of a step", "completions", "as configured"),
     "reject/round": Definition("round of a rejection sampling stage", "1", "counts up"),
     "reject/kept": Definition(
         "kept completions, those of hinted prompts aside, per judged completion of the round", "share", "rises"

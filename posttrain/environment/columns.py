@@ -64,6 +64,10 @@ class JudgedColumns(Columns):
     """The column that says whether the completion is good: true or false, 1 or 0."""
     labels_column: str = "labels"
     """The column of a label for each step: true or false; or 1 right, 0 neutral, -1 wrong."""
+    values_column: str = "values"
+    """The column of the chance of a right answer after each step, from 0 to 1; it may be missing."""
+    separator: str = "\n"
+    """What stands between two steps in the completion, where a step does not end with it."""
     tools_column: str = "tools"
     """The column of the tools that a prompt of messages offers, of a row with completions: a list of JSON schemas, or
     that list as text. Its chat template writes them, and nothing runs them; empty: the column is one of the further

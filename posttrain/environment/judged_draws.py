@@ -10,6 +10,7 @@ import numpy as np
 
 from posttrain.core.errors import DataError, nearest
 from posttrain.core.judgements import Judgement, Kind, Label, Pair, Ranking, Rating, StepLabels
+from posttrain.core.process import joined
 from posttrain.core.types import Task
 from posttrain.environment.columns import JudgedColumns
 from posttrain.environment.rows import JudgedRow, PromptRow
@@ -82,7 +83,14 @@ class JudgedData:
             return Ranking(task=task, place=place, completions=tuple(found.completions[i] for i in order))
         if kind == "rating":
             return Rating(task=task, place=place, completion=found.completions[0], ratings=found.ratings)
-        return StepLabels(task=task, place=place, steps=found.completions, labels=found.labels)
+        return StepLabels(
+            task=task,
+            place=place,
+            steps=found.completions,
+            labels=found.labels,
+            values=found.chances,
+            separator=self.columns.separator,
+        )
 
     # --- pairs ------------------------------------------------------------------------------------------------------
 
@@ -145,7 +153,7 @@ class JudgedData:
         if found is None or (found.kind == "steps" and min(found.labels) < 0):
             return None
         if found.kind == "steps":
-            return "\n".join(found.completions)
+            return joined(found.completions, self.columns.separator)[0]
         group = self._groups[self._group_of(row)]
         if not group:
             return None

@@ -184,9 +184,12 @@ def _steps(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow
     if not steps:
         raise DataError(f"{place}: {c.completions_column!r} is {kind_words(given)}, wanted at least one step")
     labels = _each(place, data, c.labels_column, len(steps), lambda n, v: _step_label(place, n, v, c))
+    chances: list[float] = []
+    if data.get(c.values_column) is not None:
+        chances = _each(place, data, c.values_column, len(steps), lambda n, v: _chance(place, n, v))
     found = Sides(prompt, tuple(steps))
-    judged = JudgedRow("steps", found.completions, labels=tuple(labels))
-    return _row(place, data, c, found, judged, {c.completions_column, c.labels_column})
+    judged = JudgedRow("steps", found.completions, labels=tuple(labels), chances=tuple(chances))
+    return _row(place, data, c, found, judged, {c.completions_column, c.labels_column, c.values_column})
 
 
 READERS: dict[str, Callable[[Place, Mapping[str, Any], JudgedColumns], PromptRow]] = {
@@ -308,6 +311,13 @@ def _step(place: Place, name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{place}: {name!r} is {kind_words(value)}, wanted the text of a step")
     return without_halves(place, name, value)
+
+
+def _chance(place: Place, name: str, value: Any) -> float:
+    found = number(place, name, value)
+    if not 0 <= found <= 1:
+        raise DataError(f"{place}: {name!r} is {found:g}, wanted a chance from 0 to 1 (env.args.values_column)")
+    return found
 
 
 def _step_label(place: Place, name: str, value: Any, c: JudgedColumns) -> int:

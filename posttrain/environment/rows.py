@@ -42,6 +42,8 @@ class JudgedRow:
     weight: float = 1.0
     ratings: Mapping[str, float] = field(default_factory=dict[str, float])
     labels: tuple[int, ...] = ()
+    chances: tuple[float, ...] = ()
+    """Of steps: the chance of a right answer after each; empty where the data has none."""
     zero_is_neutral: bool = False
     """Whether the form of the data says that a label 0 is neutral."""
 

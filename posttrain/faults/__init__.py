@@ -18,6 +18,7 @@ from posttrain.faults import (
     preferences,
     preferred_loss,
     rewards,
+    step_labels,
     updates,
     world,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "preferred_loss",
     "refuse_silent",
     "rewards",
+    "step_labels",
     "updates",
     "world",
 ]

@@ -46,9 +46,9 @@ class Fault:
     `sft` (a supervised stage), `preference` (a stage that learns from pairs), `online` (one that learns from pairs of
     its own samples), `reject` (one that imitates its own samples), `reward_model` (a stage that trains one), `judge`
     (reinforcement against one), `judging` (a policy that learns to judge), `votes` and `yes` (reinforcement paid by a
-    judge of pairs, and by one that says Yes or No), `state` (a model with a recurrent state), `ahead` (groups asked
-    ahead of the updates), `ahead_resume` (the same, resumed), `pool` (two engines in processes, one of which is
-    killed)."""
+    judge of pairs, and by one that says Yes or No), `process` (labels of steps, a process reward model, reinforcement
+    with it), `state` (a model with a recurrent state), `ahead` (groups asked ahead of the updates), `ahead_resume` (the
+    same, resumed), `pool` (two engines in processes, one of which is killed)."""
 
 
 FAULTS: dict[str, Fault] = {}

@@ -17,6 +17,7 @@ from posttrain.recipe.gallery import arithmetic, calculator, programs, shop
 from posttrain.recipe.grpo import grpo
 from posttrain.recipe.judge import judge
 from posttrain.recipe.ladder import ladder
+from posttrain.recipe.prm import prm
 from posttrain.recipe.reject import reject
 from posttrain.recipe.rlhf import rlhf
 from posttrain.recipe.score_pairs import reward_model
@@ -101,6 +102,14 @@ _ALL = (
         build=judge,
         minutes=1.8,
         reaches="0.55, 0.98",
+    ),
+    Recipe(
+        name="prm",
+        kind="tutorial",
+        shows="a process reward model: the policy's own completions label steps, and a model learns to score them",
+        build=prm,
+        minutes=1.0,
+        reaches="0.60, none (labels), none (a reward model)",
     ),
     Recipe(
         name="ladder",

@@ -4,6 +4,7 @@ A step emits one event after each phase. Every observer gets it, in a fixed orde
 may raise, which stops the run. Observers never change what is computed.
 
     PlayedEvent           the rollouts were played and judged
+    LabelledEvent         answers were cut into steps, and completed from the end of each
     KeptEvent             completions were selected to be imitated, and the weights to train are in place
     ScoredEvent           the models scored them; credit is not computed yet
     PackedEvent           a minibatch was packed; there was no forward pass on it yet
@@ -28,6 +29,7 @@ from posttrain.core.scored import Credit, ScoredGroup
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.kept import Candidate
 from posttrain.role.passes import Needs, Passes
+from posttrain.role.steps import LabelledAnswer
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,13 @@ class KeptEvent:
     kept: tuple[Candidate, ...]
     selects: bool = True
     """Whether they were selected now. False: a resumed stage took them up again."""
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledEvent:
+    index: int
+    """The step, counted from 1."""
+    answers: tuple[LabelledAnswer, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +114,7 @@ class RestoredEvent:
 Event = (
     PlayedEvent
     | KeptEvent
+    | LabelledEvent
     | ScoredEvent
     | PackedEvent
     | DifferentiatedEvent

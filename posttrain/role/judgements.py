@@ -12,8 +12,9 @@ from posttrain.core.batch import Batch
 from posttrain.core.errors import DataError, InvariantError
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.interval import Score
-from posttrain.core.judgements import Judgement, Kind, Label, Pair, Ranking, Rating
+from posttrain.core.judgements import Judgement, Kind, Label, Pair, Ranking, Rating, StepLabels
 from posttrain.core.ports import Environment, PairRenderer, TaskSource
+from posttrain.core.process import joined
 from posttrain.core.streams import MARGIN, SIDE, WEIGHT
 from posttrain.core.types import Segment, Task
 from posttrain.role.demonstrate import demonstration
@@ -54,6 +55,8 @@ def completions(judgement: Judgement) -> tuple[tuple[str, int], ...]:
             return tuple((text, len(texts) - 1 - i) for i, text in enumerate(texts))
         case Rating(completion=completion):
             return ((completion, 1),)
+        case StepLabels(steps=steps, labels=labels, separator=separator):
+            return ((joined(steps, separator)[0], int(min(labels) > 0)),)
         case _:
             raise InvariantError(f"a {type(judgement).__name__} is not a preference between completions")
 

@@ -16,17 +16,28 @@ from posttrain.core.interval import Score
 from posttrain.core.judgements import Judgement, Kind, Label, Rating
 from posttrain.core.ports import Environment, Learner, PairRenderer
 from posttrain.core.reward_model import RewardModel
-from posttrain.core.streams import RATING, SIDE, WEIGHT
+from posttrain.core.streams import RATING, SIDE, STEP, WEIGHT
 from posttrain.diagnose.reward_quality import flattery
 from posttrain.role.judgements import HELDOUT, AgreementReport, batch_of, completions
+from posttrain.role.step_scores import step_labels, step_scores
+from posttrain.role.steps import TokenEnds
 
 PART = 256
 """Held-out judgements that are scored at once."""
 
 
-def reward_batch(judged: Sequence[Judgement], stage: RewardModel, renderer: PairRenderer, context: int) -> Batch:
+def reward_batch(
+    judged: Sequence[Judgement],
+    stage: RewardModel,
+    renderer: PairRenderer,
+    context: int,
+    ends: TokenEnds | None = None,
+) -> Batch:
     """`batch_of` these judgements, each with its share of the minibatch as WEIGHT; with RATING where they are
-    ratings.
+    ratings, and with STEP where they are labels of steps.
+
+    Args:
+        ends: of the tokenizer; labels of steps need it.
 
     Raises:
         DataError: all have weight 0; one has no rating of the stage's attributes, or a rating that is no class. The
@@ -39,6 +50,9 @@ def reward_batch(judged: Sequence[Judgement], stage: RewardModel, renderer: Pair
     if not total > 0:
         raise DataError("every judgement of the minibatch has weight 0: give at least one a weight above 0")
     batch = batch.having({WEIGHT: batch[WEIGHT] / total})
+    if stage.judgement == "steps":
+        assert ends is not None
+        return batch.having({STEP: step_labels(judged, stage, batch, ends)})
     if stage.judgement != "rating":
         return batch
     rating_SK = np.array([_ratings(j, stage) for j in judged])
@@ -86,24 +100,37 @@ def heldout_of_kind(environment: Environment, kind: Kind) -> list[Judgement]:
 
 
 def heldout_agreement(
-    judged: Sequence[Judgement], stage: RewardModel, learner: Learner, renderer: PairRenderer, context: int
+    judged: Sequence[Judgement],
+    stage: RewardModel,
+    learner: Learner,
+    renderer: PairRenderer,
+    context: int,
+    ends: TokenEnds | None = None,
 ) -> AgreementReport | None:
     """How well the scores order held-out judgements; None where these order nothing.
 
-    Pairs as they are. A ranking counts as the mean over its pairs. Single completions are paired at random, each with
-    one whose label or rating differs, so that the pairs are independent.
+    Of labelled steps each right one is compared with all wrong ones (the area under the ROC curve). Pairs as they
+    are. A ranking counts as the mean over its pairs. Single completions are paired at random, each with one whose label
+    or rating differs, so that the pairs are independent.
     """
     score: list[float] = []
     worth: list[float] = []
     unit: list[int] = []
     for i in range(0, len(judged), PART):
         part = judged[i : i + PART]
-        batch = reward_batch(part, stage, renderer, context)
+        batch = reward_batch(part, stage, renderer, context, ends)
+        if stage.judgement == "steps":
+            at = np.flatnonzero(~np.isnan(batch[STEP]))
+            score += step_scores(learner, batch)[at].tolist()
+            worth += batch[STEP][at].tolist()
+            continue
         first = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
         score += learner.rewards(batch).astype(np.float64).tolist()
         known = batch[RATING if stage.judgement == "rating" else SIDE][first]
         worth += (np.nanmean(known, 1) if known.ndim > 1 else known).astype(np.float64).tolist()
         unit += (i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)).tolist()
+    if stage.judgement == "steps":
+        return AgreementReport.of_labels(np.array(score), np.array(worth) > 0.5)
     return agreement(np.array(score), np.array(worth), _partners(judged, np.array(worth), np.array(unit)))
 
 

@@ -19,6 +19,7 @@ from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Stage
+from posttrain.core.step_labels import StepLabeling
 from posttrain.role.events import Observers
 from posttrain.role.group_queue import GroupSource
 from posttrain.role.memory import PeakMemory
@@ -27,6 +28,7 @@ from posttrain.role.prompts import Prompts
 from posttrain.role.reference_scores import ReferenceScores
 from posttrain.role.replay_buffer import ReplayBuffer
 from posttrain.role.rollout import Rollout
+from posttrain.role.steps import StepLabeler, TokenEnds
 from posttrain.role.sync import Sync
 from posttrain.role.trainer import Trainer
 
@@ -133,6 +135,8 @@ class RewardRoles(DataRoles[RewardModel]):
     """The training tasks whose judgements fit into the context."""
     reference: Reference | None = None
     """The model as the stage began, where the language head is compared with it (regularise=dpo)."""
+    ends: TokenEnds
+    """Finds the token that ends a step, for labels of steps."""
 
 
 @dataclass(kw_only=True)
@@ -162,6 +166,18 @@ class RejectionRoles(DataRoles[Rejection]):
     """None: nothing here compares with one. Checks of sampling stages ask for it."""
     other_environments: tuple[Environment, ...] = ()
     """Other environments on which the run or a later stage is evaluated."""
+
+
+@dataclass(kw_only=True)
+class LabelRoles(StageRoles[StepLabeling]):
+    """What a stage works with that labels steps of its own answers."""
+
+    environment: Environment
+    sampling: Sampling
+    """The stage's sampling settings, resolved."""
+    rollout: Rollout
+    prompts: Prompts
+    labeler: StepLabeler
 
 
 def stream_of(stage: Stage) -> str:

@@ -54,7 +54,21 @@ def test_at_least_nine_in_ten_are_caught() -> None:
 
 
 @pytest.mark.parametrize(
-    "needs", ["", "tool", "preference", "online", "reject", "reward_model", "judge", "judging", "votes", "yes", "ahead"]
+    "needs",
+    [
+        "",
+        "tool",
+        "preference",
+        "online",
+        "reject",
+        "reward_model",
+        "judge",
+        "judging",
+        "votes",
+        "yes",
+        "process",
+        "ahead",
+    ],
 )
 def test_the_runs_they_are_planted_in_are_healthy_without_them(needs: str, model: Path, tmp_path: Path) -> None:
     faults = [f for f in FAULTS.values() if f.needs == needs]

@@ -13,6 +13,7 @@ from pathlib import Path
 from posttrain.core.errors import PosttrainError
 from posttrain.core.rejection import Rejection
 from posttrain.core.run import Reinforce, Run, Supervised
+from posttrain.core.step_labels import StepLabeling
 from posttrain.recipe.recipes import recipe
 
 PAGES = ("README.md", "docs/recipes.md", "docs/environments.md", "docs/tools.md", "docs/*.md", "examples/**/*.md")
@@ -99,6 +100,7 @@ def _newest(runs: Path, name: str) -> str:
 SUPERVISED = {"steps": "4", "batch": "8"}
 REINFORCE = {"steps": "2", "prompts": "4", "siblings": "4", "eval_every": "0", "sampling.max_tokens": "8"}
 REJECTION = {"steps": "2", "prompts": "4", "siblings": "4", "batch": "4", "eval_every": "0", "sampling.max_tokens": "8"}
+LABELS = {"steps": "2", "prompts": "6", "siblings": "2", "completions": "2", "sampling.max_tokens": "12"}
 JUDGED = ("env.prompts=pairs.jsonl", "env.prompts=labels.jsonl")
 """Data of the reader's without completions: stages that would imitate them are left out by themselves, unless a word of
 the command names them."""
@@ -146,7 +148,8 @@ def sizes(run: Run, given: Sequence[str] = ()) -> list[str]:
 
 def _of(stage: object, given: Sequence[str]) -> Iterator[str]:
     name = stage.name  # type: ignore[attr-defined]
-    small = REINFORCE if isinstance(stage, Reinforce) else REJECTION if isinstance(stage, Rejection) else SUPERVISED
+    kinds = {Reinforce: REINFORCE, Rejection: REJECTION, StepLabeling: LABELS}
+    small = next((sizes for kind, sizes in kinds.items() if isinstance(stage, kind)), SUPERVISED)
     for key, value in small.items():
         asked = key == "eval_every" and any(g.startswith(f"{name}.{key}=") and not g.endswith("=0") for g in given)
         yield f"{name}.{key}={'1' if asked else value}"

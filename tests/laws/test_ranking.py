@@ -20,7 +20,7 @@ from posttrain.core.reward_head import HeadShape
 from posttrain.core.reward_model import Regulariser
 from posttrain.core.sampling import Sampling
 from posttrain.core.scores import Rewards, TokenScores
-from posttrain.core.streams import MARGIN, RATING, REFERENCE, SIDE, WEIGHT
+from posttrain.core.streams import MARGIN, RATING, REFERENCE, SIDE, STEP, WEIGHT
 from posttrain.core.types import SHOWN, Segment
 
 
@@ -305,3 +305,45 @@ def test_a_head_of_every_token_learns_the_label_at_each() -> None:
         own = [float(x[m, 0]) for m in np.flatnonzero(made.segment_M == s)]
         wanted += weight * np.mean([math.log1p(math.exp(-v if good else v)) for v in own])
     assert float(found) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_labels_of_steps_are_learned_at_their_ends_and_nowhere_else() -> None:
+    """The textbook's binary cross entropy, soft labels included: a completion counts once, however many steps it has;
+    tokens without a label have no gradient. Any split of the minibatch adds up."""
+    made = batch([1] * 4, [0, 1, 0, 1], [0.1, 0.2, 0.3, 0.4])
+    label_M = np.full(made.spoken, np.nan)
+    at = {1: 0.25, 2: 1.0, 5: 0.0, 0: 0.5, 6: 0.75}  # tokens of completions 0; 1, 1; 2; 3
+    for m, y in at.items():
+        label_M[m] = y
+    made = made.having({STEP: label_M})
+    torch.manual_seed(0)
+    score_M = torch.randn(made.spoken, 1, dtype=torch.float64, requires_grad=True)
+    loss = RankingLoss(judged="steps", shape=HeadShape(pool="token", separator=";"))
+    ends = np.cumsum(np.bincount(made.segment_M)) - 1
+
+    def textbook(x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for s in range(4):
+            own = [m for m in at if made.segment_M[m] == s]
+            each = [
+                -(at[m] * torch.log(torch.sigmoid(x[m, 0])) + (1 - at[m]) * torch.log(1 - torch.sigmoid(x[m, 0])))
+                for m in own
+            ]
+            total = total + made[WEIGHT][made.segment_M == s][0] * sum(each) / len(each)
+        return total
+
+    terms = scored(loss, made, score_M[ends, 0], score_M)
+    assert float(terms.loss.detach()) == pytest.approx(float(textbook(score_M).detach()), abs=1e-12)
+    (mine,) = torch.autograd.grad(terms.loss, score_M)
+    (theirs,) = torch.autograd.grad(textbook(score_M), score_M)
+    assert torch.allclose(mine, theirs, atol=1e-12)
+    assert not mine[np.isnan(label_M)].any()
+    halves = [made.select(np.array([0, 1])), made.select(np.array([2, 3]))]
+    parts = [score_M[: halves[0].spoken], score_M[halves[0].spoken :]]
+    split = [
+        scored(loss, h, x[np.cumsum(np.bincount(h.segment_M)) - 1, 0], x).loss
+        for h, x in zip(halves, parts, strict=True)
+    ]
+    assert sum(float(x.detach()) for x in split) == pytest.approx(float(terms.loss.detach()), abs=1e-12)
+    with pytest.raises(InvariantError, match="no labelled step"):
+        scored(loss, made.having({STEP: np.full(made.spoken, np.nan)}), score_M[ends, 0], score_M)

@@ -43,7 +43,7 @@ def test_a_continuation_finds_its_beginning_to_the_token() -> None:
 def test_a_prompt_is_never_found_whole_where_its_last_token_must_be_computed() -> None:
     blocks, tree = made()
     put(blocks, tree, tokens(32))
-    assert tree.match(tokens(32), 31).tokens == 16
+    assert tree.match(tokens(32), 31).tokens == 31
     assert tree.match(tokens(32), 32).tokens == 32
 
 
@@ -52,7 +52,7 @@ def test_other_tokens_share_nothing_after_the_first_difference() -> None:
     put(blocks, tree, tokens(48))
     other = tokens(48)
     other[20] = 999
-    assert tree.match(other, 47).tokens == 16
+    assert tree.match(other, 47).tokens == 20
     other[0] = 999
     assert tree.match(other, 47).tokens == 0
 

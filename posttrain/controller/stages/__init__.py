@@ -3,7 +3,7 @@ stage."""
 
 from __future__ import annotations
 
-from posttrain.controller.stages import online, prefer, reinforce, reject, reward_model, supervised
+from posttrain.controller.stages import label_steps, online, prefer, reinforce, reject, reward_model, supervised
 from posttrain.controller.stages.progress import Progress, StageResult, StageState
 from posttrain.controller.stages.sequence import Stages, check_drivers, where
 
@@ -13,6 +13,7 @@ __all__ = [
     "StageState",
     "Stages",
     "check_drivers",
+    "label_steps",
     "online",
     "prefer",
     "reinforce",

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posttrain.algorithm.losses import Reads
+from posttrain.controller.parts import RunParts
 from posttrain.controller.stages.driver import Driver
+from posttrain.controller.stages.label_steps import ROWS, rows_name
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.stages.role_parts import data_parts, frozen_start
 from posttrain.controller.step import DataBatch, learn_from
 from posttrain.core.batch import Packed
+from posttrain.core.env import Env
 from posttrain.core.errors import DataError
 from posttrain.core.gauge import Step
-from posttrain.core.ports import TaskSource
+from posttrain.core.ports import Environment, TaskSource
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.streams import REFERENCE
+from posttrain.environment.make import environment
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.judgements import AgreementReport, FittingTasks, drawn, walk
 from posttrain.role.ranked import heldout_agreement, heldout_of_kind, ranking_loss, reward_batch
 from posttrain.role.roles import RewardRoles
+from posttrain.role.steps import TokenEnds
 
 KINDS = {
     "pair": "pairs (Bradley-Terry)",
     "ranking": "rankings (Plackett-Luce)",
     "rating": "rated completions",
     "label": "labelled completions",
+    "steps": "labelled steps",
 }
 
 
@@ -41,7 +47,10 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
     async def open(
         self, checkpoint: Path | None
     ) -> tuple[Callable[[int], Awaitable[DataBatch]], Callable[[DataBatch], Awaitable[Step]]]:
-        parts, stage, setting = self.parts, self.stage, self.setting
+        parts, stage = self.parts, self.stage
+        if stage.labels_of is not None:
+            self.setting = replace(self.setting, environment=labelled(parts, stage))
+        setting = self.setting
         source = self._source()
         learns = "all pairs of rankings" if stage.pairs else KINDS[stage.judgement]
         several = "" if len(stage.shape.outputs) == 1 else f", {len(stage.shape.outputs)} outputs"
@@ -54,6 +63,7 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
             **data_parts(self),
             source=source,
             reference=frozen_start(self, checkpoint) if stage.regularise == "dpo" else None,
+            ends=TokenEnds(setting.rollout.dialogue("").text),
         )
         self._heldout = heldout_of_kind(setting.environment, stage.judgement)
         await self.watch.begin(self.roles)
@@ -64,7 +74,7 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
         with self.clock.of("data"):
             tasks = walk(h.source, seed=seed, stage=stage.name, first=(index - 1) * stage.batch, count=stage.batch)
             judged = drawn(h.environment, tasks, stage.judgement, seed=seed, stage=stage.name)
-            batch = reward_batch(judged, stage, h.renderer, h.context)
+            batch = reward_batch(judged, stage, h.renderer, h.context, h.ends)
         if h.reference is not None:
             with self.clock.of("score"):
                 batch = batch.having({REFERENCE: h.reference.score(batch)})
@@ -83,7 +93,7 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
     def agree(self) -> AgreementReport | None:
         h = self.roles
         with self.clock.of("evaluate"):
-            return heldout_agreement(self._heldout, self.stage, h.learner, h.renderer, h.context)
+            return heldout_agreement(self._heldout, self.stage, h.learner, h.renderer, h.context, h.ends)
 
     def _source(self) -> TaskSource:
         """The training tasks whose judgements fit into the context.
@@ -105,3 +115,14 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
                 f" because they do not fit into {parts.sampler.context} tokens, such as: {fitting.first}"
             )
         return fitting
+
+
+def labelled(parts: RunParts, stage: RewardModel) -> Environment:
+    """The rows that an earlier stage of the run labelled, as an environment of judged data."""
+    assert stage.labels_of is not None
+    rows = parts.book.kept(rows_name(stage.labels_of)) / ROWS
+    args = {"judged": "steps", "separator": stage.separator}
+    config = Env(name="prompts", prompts=str(rows), args=args, heldout=parts.run.env_of(stage).heldout)
+    found = environment(config, parts.run.seed)
+    parts.say(f"{stage.name}: {len(found.abilities.rows or ())} answers that {stage.labels_of} labelled")
+    return found

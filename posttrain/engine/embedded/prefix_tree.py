@@ -2,7 +2,8 @@
 
 An edge is the tokens of one block. A node is the block that holds their keys and values, computed after all tokens
 above it. Inner nodes are full blocks. A leaf may be partial, so that the next turn of an episode finds all tokens of
-its last turn. The roots are weight versions, so keys and values of other weights are never found.
+its last turn. A sequence that leaves a cached one inside a block copies the rows before it. The roots are weight
+versions, so keys and values of other weights are never found.
 
 The least recently used blocks are evicted first, and a leaf before its parent. numpy and dictionaries;
 the rows are in `cache`.
@@ -17,6 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.engine.embedded.blocks import BLOCK, Blocks
+
+LOOKED_AT = 64
+"""Most blocks below one node that are compared with a sequence."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +57,8 @@ class PrefixTree:
     def __init__(self, blocks: Blocks, version: int) -> None:
         self._blocks = blocks
         self._nodes: dict[tuple[int, bytes], _Node] = {}
+        self._below: dict[tuple[int, int], list[_Node]] = {}
+        """By (serial of the parent, first token), in the order in which they came."""
         self._order: OrderedDict[int, _Node] = OrderedDict()
         """By serial, least recently used first."""
         self._serial = 0
@@ -68,15 +74,26 @@ class PrefixTree:
             return Match(np.zeros(0, np.int64))
         path, at = self._walk(ids, most // BLOCK)
         done = len(path) * BLOCK
-        tail, extra = -1, 0
-        for length in range(min(most - done, BLOCK - 1), 0, -1):
-            node = self._nodes.get((at, ids[done : done + length].tobytes()))
-            if node is not None:
-                path.append(node)
-                tail, extra = node.block, length
-                break
-        self._touch(path)
-        return Match(np.array([n.block for n in (path[:-1] if extra else path)], np.int64), tail, extra)
+        begun = self._begun(at, ids[done : min(most, done + BLOCK)])
+        if begun is None:
+            self._touch(path)
+            return Match(np.array([n.block for n in path], np.int64))
+        node, extra = begun
+        self._touch([*path, node])
+        return Match(np.array([n.block for n in path], np.int64), node.block, extra)
+
+    def _begun(self, at: int, wanted: np.ndarray) -> tuple[_Node, int] | None:
+        """The block below node `at` that begins with most of `wanted`, and with how many of its tokens. So a sequence
+        that leaves a cached one inside a block computes nothing again before it leaves. Of many blocks the newest are
+        looked at."""
+        best: tuple[_Node, int] | None = None
+        for node in self._below.get((at, int(wanted[0])), ())[-LOOKED_AT:] if len(wanted) else ():
+            held = np.frombuffer(node.edge[1], np.int32)[: len(wanted)]
+            other = np.flatnonzero(held != wanted[: len(held)])
+            same = int(other[0]) if len(other) else len(held)
+            if best is None or same >= best[1]:
+                best = node, same
+        return best
 
     def insert(self, ids: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         """Add a sequence: `blocks` hold the keys and values of all of `ids`. The tree becomes an owner of
@@ -97,6 +114,7 @@ class PrefixTree:
                 if parent is not None:
                     parent.children += 1
                 self._nodes[edge] = self._order[node.serial] = node  # type: ignore[assignment]
+                self._below.setdefault((at, int(ids[i * BLOCK])), []).append(node)
                 new.append(node.block)
             path.append(node)
             at = node.serial
@@ -117,6 +135,7 @@ class PrefixTree:
                     node.parent.children -= 1
         for node in gone:
             del self._nodes[node.edge], self._order[node.serial]
+            self._forget(node)
         if gone:
             self._blocks.uncache(np.array([g.block for g in gone], np.int64))
         return len(gone)
@@ -126,8 +145,16 @@ class PrefixTree:
         if self._nodes:
             self._blocks.uncache(np.array([n.block for n in self._nodes.values()], np.int64))
         self._nodes.clear()
+        self._below.clear()
         self._order.clear()
         self._root = -1 - version
+
+    def _forget(self, node: _Node) -> None:
+        """Take an evicted node from the list of its siblings."""
+        key = (node.edge[0], int(np.frombuffer(node.edge[1], np.int32)[0]))
+        self._below[key].remove(node)
+        if not self._below[key]:
+            del self._below[key]
 
     def _walk(self, ids: np.ndarray, most: int) -> tuple[list[_Node], int]:
         """(nodes of the cached full blocks of `ids`, at most `most`; serial of the last one or of the root)."""

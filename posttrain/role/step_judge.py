@@ -1,0 +1,108 @@
+"""A process reward model as a judge: it scores the steps of finished episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from posttrain.core.batch import Packed
+from posttrain.core.env import Reward
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.process import aggregated, progress, step_ends
+from posttrain.core.types import Episode, Segment
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.role.reward_judge import JudgeMember
+from posttrain.role.steps import TokenEnds
+
+
+class StepScorer(Protocol):
+    """A model with a reward head that reads every token."""
+
+    def tokens(self, packed: Packed) -> np.ndarray:
+        """float64 [M]: the chance of a right answer after each spoken token, without gradient."""
+        ...
+
+
+@dataclass(eq=False)
+class StepJudge:
+    """`core.ports.EpisodeJudge` of a process reward model.
+
+    What it gives is a choice of the reward (`core.env.Reward.steps`): a score of each step, which is no part of the
+    outcome; the same as payments at the ends of the steps; or one verdict, the steps' scores as one number.
+    """
+
+    name: str
+    reward: Reward
+    member: JudgeMember
+    scorer: StepScorer
+    separator: str
+    ends: TokenEnds
+    resolution: float = 1e-5
+    line: str = ""
+    """What it is and reads, as a line for people."""
+
+    async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
+        return await asyncio.to_thread(self.verdicts, episodes)
+
+    def verdicts(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
+        """The verdicts about each episode. What the model cannot read is `failed`; an answer without a step is
+        abstained from."""
+        read: list[Segment] = []
+        found: list[tuple[int, ...] | Verdict] = []
+        for e in episodes:
+            ends = self.steps(e)
+            try:
+                segment = self.member.segment(e) if ends else None
+            except DataError as error:
+                found.append(Verdict.failed("unreadable", str(error)))
+                continue
+            found.append(ends or Verdict.abstain("it has no step"))
+            read += [] if segment is None else [segment]
+        scored = iter(self._scores(read))
+        return [
+            (Judged(self.name, self.reward.weight, f, measured=self.reward.measured),)
+            if isinstance(f, Verdict)
+            else self.given(f, next(scored)[np.array(f) - 1].tolist())
+            for f in found
+        ]
+
+    def steps(self, e: Episode) -> tuple[int, ...]:
+        """How many spoken tokens there are up to the end of each step.
+
+        Raises:
+            ConfigError: the episode has several turns.
+        """
+        if len(e.turns) > 1:
+            raise ConfigError(
+                f"reward model {self.name} scores the steps of an answer, and an answer to task {e.task.id!r} has"
+                f" {len(e.turns)} turns: use an environment without tools or seats, or a reward model of whole answers"
+            )
+        said = e.segments[-1].ids[e.segments[-1].mask]
+        return self.ends.upto(said, step_ends(self.ends.text(said), self.separator)) if len(said) else ()
+
+    def given(self, ends: Sequence[int], scores: Sequence[float]) -> tuple[Judged, ...]:
+        """The verdicts of an episode from its steps' ends and scores."""
+        r = self.reward
+        bad = [x for x in scores if not np.isfinite(x)]
+        if bad:
+            return (Judged(self.name, r.weight, Verdict.failed("not finite", f"it scores {bad[0]}")),)
+        if r.steps == "outcome":
+            one = Verdict.value(aggregated(scores, r.aggregate), why=", ".join(f"{x:.3f}" for x in scores))
+            return (Judged(self.name, r.weight, one, resolution=self.resolution, measured=r.measured),)
+        each = progress(scores) if r.progress else scores
+        return tuple(
+            Judged(self.name, r.weight, Verdict.value(x), end, r.steps == "pay", self.resolution)
+            for end, x in zip(ends, each, strict=True)
+        )
+
+    def _scores(self, read: Sequence[Segment]) -> list[np.ndarray]:
+        """The score at each spoken token of each segment."""
+        if not read:
+            return []
+        packed = Packed.of(read)
+        score_M = self.scorer.tokens(packed)
+        return [score_M[packed.segment_M == s] for s in range(len(read))]

@@ -1,0 +1,221 @@
+"""Labels of steps by completion: an answer is cut into steps, and the policy goes on from the end of each (2312.08935).
+
+An answer and its completions share their beginnings, which the engine computes once. The random numbers of a completion
+are those of (task, visit, sibling, step, number of the completion), so no neighbour changes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Sampler
+from posttrain.core.process import StepValues, step_ends, steps_of_text
+from posttrain.core.sampling import Sampling
+from posttrain.core.step_labels import StepLabeling
+from posttrain.core.stop import Stop
+from posttrain.core.types import Episode, Group, Kept, Said
+from posttrain.core.verdict import SOLVED
+from posttrain.role.concurrency import together
+from posttrain.role.judging import SiblingVerdicts
+from posttrain.role.rollout import Rollout
+
+ENDED = (Stop.SAID, Stop.STRING)
+"""Why an answer stopped that ended by itself."""
+
+
+@dataclass
+class TokenEnds:
+    """Which token ends a step of some text.
+
+    Args:
+        text: decodes token ids, without the stop token.
+    """
+
+    text: Callable[[np.ndarray], str]
+    _widths: dict[int, int] = field(default_factory=dict[int, int])
+
+    def upto(self, ids: np.ndarray, ends: Sequence[int]) -> tuple[int, ...]:
+        """How many of the answer's tokens make so many characters, for each of `ends`, which rise. The last step ends
+        with the last token, the stop token included.
+
+        A token that two steps share belongs to the first of them. A step that would have no token of its own ends
+        where the one before it does, which the caller sees as two equal numbers.
+        """
+        if not ends:
+            return ()
+        widths = [self._width(int(i)) for i in ids]
+        whole = len(self.text(ids))
+        if sum(widths) == whole:  # each token has its own text, as almost all tokenizers write it
+            upto_T = np.cumsum(widths)
+            found = np.searchsorted(upto_T, np.array(ends[:-1], np.int64)) + 1
+        else:
+            found = [self._bisected(ids, end) for end in ends[:-1]]
+        return (*(int(n) for n in found), len(ids))
+
+    def _width(self, token: int) -> int:
+        if token not in self._widths:
+            self._widths[token] = len(self.text(np.array([token], np.int32)))
+        return self._widths[token]
+
+    def _bisected(self, ids: np.ndarray, characters: int) -> int:
+        low, high = 0, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if len(self.text(ids[:middle])) < characters:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+@dataclass(frozen=True)
+class Continuing:
+    """A sampler whose first turn begins with these tokens, which were said before. It is for episodes of one turn.
+
+    The rest of `Sampler` is that of `inner`.
+    """
+
+    inner: Sampler
+    said: Said
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        """The tokens said before, and what the engine says after them: at most `max_tokens` together."""
+        begun = self.said
+        left = sampling.max_tokens - len(begun.ids)
+        if left < 1:
+            return replace(begun, stop=Stop.LENGTH)
+        rest = replace(sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - len(begun.ids)))
+        new = await self.inner.generate(np.concatenate([ids, begun.ids]).astype(np.int32), rest, place)
+        kept = None if begun.kept is None else Kept.of([*begun.kept.sets(), *(new.kept.sets() if new.kept else [])])
+        return Said(
+            np.concatenate([begun.ids, new.ids]).astype(np.int32),
+            np.concatenate([begun.logp, new.logp]).astype(np.float32),
+            np.concatenate([begun.version, new.version]).astype(np.int32),
+            new.stop,
+            kept,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledAnswer:
+    """An answer in steps, with how its completions were judged."""
+
+    episode: Episode
+    steps: tuple[str, ...]
+    """Joined they are what the policy said."""
+    tokens: tuple[int, ...]
+    """Spoken tokens up to the end of each step."""
+    values: StepValues
+    completions: tuple[tuple[Episode, ...], ...] = ()
+    """The completions from the end of each step. Of the last step of an answer that ended: the answer itself."""
+
+    def row(self, step: int) -> dict[str, Any]:
+        """The labels as a row of a data file, as `environment.judged_rows` reads it. `step`: of the stage."""
+        e = self.episode
+        return {
+            "id": f"{e.task.id}/{e.visit}/{e.sibling}",
+            "prompt": e.task.prompt,
+            "completions": list(self.steps),
+            "labels": list(self.values.hard),
+            "values": list(self.values.soft),
+            "right": list(self.values.right),
+            "asked": list(self.values.asked),
+            "step": step,
+        }
+
+
+@dataclass
+class StepLabeler:
+    """Labels the answers of groups by completing them.
+
+    Args:
+        ends: of the policy's tokenizer.
+        stream: name of the random stream of the answers.
+    """
+
+    rollout: Rollout
+    stage: StepLabeling
+    sampling: Sampling
+    ends: TokenEnds
+    stream: str
+
+    async def label(self, groups: Sequence[Group]) -> tuple[LabelledAnswer, ...]:
+        """Every judged answer with at least one step, in order. Answers that could not be judged are left out, and
+        so are those of which all completions of a step could not be.
+
+        Raises:
+            ConfigError: an answer has several turns.
+        """
+        found = await together([self._group(g) for g in groups])
+        return tuple(x for one in found for x in one)
+
+    async def _group(self, group: Group) -> list[LabelledAnswer]:
+        """Equal beginnings of siblings are completed once, by the first sibling that has it."""
+        known: dict[bytes, asyncio.Task[tuple[Episode, ...]]] = {}
+        judging = SiblingVerdicts(self.rollout.environment)
+        answers = [e for e in group.episodes if e.figure is not None]
+        try:
+            found = await together([self._answer(e, known, judging) for e in answers])
+        finally:
+            for task in known.values():
+                task.cancel()
+            await judging.close()
+        return [x for x in found if x is not None]
+
+    async def _answer(
+        self, e: Episode, known: dict[bytes, asyncio.Task[tuple[Episode, ...]]], judging: SiblingVerdicts
+    ) -> LabelledAnswer | None:
+        if len(e.turns) != 1:
+            raise ConfigError(
+                f"{self.stage.name}: an answer to task {e.task.id!r} has {len(e.turns)} turns, and steps are labelled"
+                " in answers of one turn: use an environment without tools or seats"
+            )
+        spoken = e.segments[-1].ids[e.segments[-1].mask]
+        ends = step_ends(e.text, self.stage.separator)
+        tokens = self.ends.upto(spoken, ends)
+        if not ends or len(set(tokens)) < len(tokens):
+            return None
+        asked: list[asyncio.Task[tuple[Episode, ...]] | tuple[Episode, ...]] = []
+        for number, upto in enumerate(tokens, 1):
+            if upto == len(spoken) and e.stop in ENDED:
+                asked.append((e,))
+                continue
+            begun = spoken[:upto].tobytes()
+            if begun not in known:
+                known[begun] = asyncio.create_task(self._completions(e, number, upto, judging))
+            asked.append(known[begun])
+        completions = tuple([x if isinstance(x, tuple) else await x for x in asked])
+        judged = [[c.figure for c in own if c.figure is not None] for own in completions]
+        if not all(judged):
+            return None
+        values = StepValues(
+            right=tuple(sum(x >= SOLVED for x in own) for own in judged), asked=tuple(len(own) for own in judged)
+        )
+        return LabelledAnswer(e, steps_of_text(e.text, self.stage.separator), tokens, values, completions)
+
+    async def _completions(self, e: Episode, number: int, upto: int, judging: SiblingVerdicts) -> tuple[Episode, ...]:
+        """The answer up to token `upto`, which ends step `number` (from 1), completed several times."""
+        continuing = replace(self.rollout, sampler=Continuing(self.rollout.sampler, begun(e, upto)), judges=())
+        stream = f"{self.stream}/from/{e.sibling}/{number}"
+        count, sampling = self.stage.completions, self.sampling
+        return tuple(
+            await together(
+                [continuing.episode(e.task, e.visit, c, sampling, stream, judging=judging) for c in range(count)]
+            )
+        )
+
+
+def begun(e: Episode, upto: int) -> Said:
+    """The first `upto` tokens that the policy said in an answer of one turn, as an engine would return them."""
+    s = e.segments[-1]
+    kept = None if s.kept is None else Kept.of(s.kept.sets()[:upto])
+    return Said(s.ids[s.mask][:upto], s.logp[s.mask][:upto], s.version[s.mask][:upto], Stop.LENGTH, kept)

@@ -1,0 +1,76 @@
+"""Tree search over steps: PUCT chooses which beginning goes on, and what is found is told to all nodes above it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from posttrain.core.types import Task
+from posttrain.search.steps import Beginning, StepSearch
+
+
+@dataclass(eq=False)
+class TreeNode:
+    """A beginning of an answer, with the values that were found at it and below it."""
+
+    beginning: Beginning
+    parent: TreeNode | None = None
+    children: list[TreeNode] = field(default_factory=list["TreeNode"])
+    visits: int = 0
+    total: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """The mean of what was found at it and below it; 0 before the first visit."""
+        return self.total / self.visits if self.visits else 0.0
+
+    def chosen(self, exploration: float) -> TreeNode:
+        """The child with the largest value + exploration / K * sqrt(visits of the parent) / (1 + its own), of its K
+        children that are not finished (PUCT with an even prior, 1712.01815)."""
+        prior = exploration / len(self.children)
+        going = [c for c in self.children if not c.finished]
+        return max(going, key=lambda c: c.value + prior * math.sqrt(self.visits) / (1 + c.visits))
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing below it can go on."""
+        if self.beginning.stop is not None:
+            return True
+        return bool(self.children) and all(c.finished for c in self.children)
+
+    def back_up(self, value: float) -> None:
+        """Tell a value that was found here to this node and to all above it."""
+        node: TreeNode | None = self
+        while node is not None:
+            node.visits, node.total = node.visits + 1, node.total + value
+            node = node.parent
+
+    def leaves(self) -> list[TreeNode]:
+        return [self] if not self.children else [x for c in self.children for x in c.leaves()]
+
+
+async def tree_search(
+    search: StepSearch, task: Task, *, expansions: int, expand: int, exploration: float = 1.0
+) -> Beginning:
+    """The best answer of a tree search, of those that ended; where none did, the best beginning.
+
+    Args:
+        expansions: how often a node is given children.
+        expand: continuations of a node.
+    """
+    root = TreeNode(Beginning(np.zeros(0, np.int32)))
+    for number in range(expansions):
+        if root.finished:
+            break
+        node = root
+        while node.children:
+            node = node.chosen(exploration)
+        grown = await search.grown(task, [node.beginning], expand, f"tree/{number}")
+        node.children = [TreeNode(b, node) for b in grown]
+        for child in node.children:
+            child.back_up(search.worth(child.beginning))
+    leaves = root.leaves()
+    ended = [x for x in leaves if x.beginning.stop is not None]
+    return max(ended or leaves, key=lambda x: search.worth(x.beginning)).beginning

@@ -1,0 +1,99 @@
+"""Small worlds of chains for the tests of process rewards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.controller.parts import RunParts
+from posttrain.core.engines import Embedded
+from posttrain.core.env import Env, Reward
+from posttrain.core.ladder import GRPO_PROCESS
+from posttrain.core.request import RolloutRequest
+from posttrain.core.reward_model import RewardModel
+from posttrain.core.run import Optimizer, Run
+from posttrain.core.sampling import Sampling
+from posttrain.core.step_labels import StepLabeling
+from posttrain.core.types import Group, Said
+from posttrain.role.prompts import Prompts
+from posttrain.role.steps import LabelledAnswer, StepLabeler, TokenEnds
+from tests.tiny import tiny_parts, tiny_run
+
+ENV = Env(name="arithmetic", args={"min_terms": 3, "max_terms": 3, "max_operand": 4}, heldout=6)
+SAMPLING = Sampling(max_tokens=24)
+
+
+def process_run(*, reward: Reward | None = None, sft: int = 60, **label: Any) -> Run:
+    """A little imitation, labels of steps, a process reward model, and RL with it."""
+    imitation, rl = tiny_run(algorithm=GRPO_PROCESS, steps=2, sampling=SAMPLING).stages
+    imitation = replace(imitation, style="cot", steps=sft, batch=16, optimizer=Optimizer(lr=1e-2, warmup=2))
+    sizes: dict[str, Any] = {"completions": 4, "prompts": 6, "siblings": 3, "steps": 2, "sampling": SAMPLING}
+    labeling = StepLabeling(name="label", separator=";", **(sizes | label))
+    model = RewardModel(
+        name="rm",
+        judgement="steps",
+        pool="token",
+        separator=";",
+        labels_of="label",
+        soft=True,
+        steps=3,
+        batch=8,
+        hands_on=False,
+        optimizer=Optimizer(lr=3e-3, warmup=1),
+        checkpoint_every=0,
+    )
+    rewards = (reward or Reward(function="model:stage:rm"),)
+    return replace(tiny_run(), env=replace(ENV, rewards=rewards), stages=(imitation, labeling, model, rl))
+
+
+@dataclass
+class Counting:
+    """A sampler that keeps what it was asked and what it said."""
+
+    inner: Any
+    calls: list[tuple[np.ndarray, Said]] = field(default_factory=list[tuple[np.ndarray, Said]])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        said = await self.inner.generate(ids, sampling, place)
+        self.calls.append((ids, said))
+        return said
+
+
+def needed(calls: Sequence[tuple[np.ndarray, Said]]) -> int:
+    """Positions that must be computed: each token said but the last of its turn, and each different beginning of a
+    prompt that was not said before."""
+    fed: set[bytes] = set()
+    asked: set[bytes] = set()
+    for ids, said in calls:
+        asked |= {ids[: n + 1].tobytes() for n in range(len(ids))}
+        whole = np.concatenate([ids, said.ids]).astype(np.int32)
+        fed |= {whole[: n + 1].tobytes() for n in range(len(ids), len(whole) - 1)}
+    return sum(len(said.ids) - 1 for _, said in calls) + len(asked - fed)
+
+
+def labelled(
+    parts: RunParts, stage: StepLabeling, count: int = 4, seed: int = 0
+) -> tuple[list[Group], tuple[LabelledAnswer, ...]]:
+    """The first groups of a run's world, played and labelled."""
+    sampling = stage.sampling.resolve(parts.stop_ids, parts.spell)
+    labeler = StepLabeler(parts.rollout, stage, sampling, TokenEnds(parts.rollout.dialogue("").text), "train/label")
+    request = RolloutRequest(groups=count, siblings=stage.siblings)
+
+    async def go() -> tuple[list[Group], tuple[LabelledAnswer, ...]]:
+        groups, _ = await parts.rollout.until(Prompts(parts.environment.train, seed), request, sampling, "train/label")
+        return list(groups), await labeler.label(groups)
+
+    return asyncio.run(go())
+
+
+def parts_of(folder: Path, run: Run) -> RunParts:
+    """The parts of a run without rewards that are models, with a cache that keeps all of its answers."""
+    return tiny_parts(folder, replace(run, env=replace(run.env, rewards=()), slots=64, engine=Embedded(retain=16384)))

@@ -1,0 +1,366 @@
+"""Process rewards: labels of steps by completion, what they cost, who learns them, and what a policy is paid."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from process_parts import SAMPLING, Counting, labelled, needed, parts_of, process_run
+
+import posttrain
+from benchmarks.process_bench import bench, planted_chains
+from posttrain.api.overrides import apply
+from posttrain.api.reward_models import stage_policy
+from posttrain.checks.reward_models import read_alone
+from posttrain.checks.stepwise import said, token_ends
+from posttrain.controller.stages.label_steps import ROWS, StepLabelDriver, rows_of
+from posttrain.core import abilities, reader, seeds
+from posttrain.core.asks import asks
+from posttrain.core.env import Env, Reward
+from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.judgements import StepLabels
+from posttrain.core.process import (
+    StepValues,
+    aggregated,
+    first_error,
+    joined,
+    progress,
+    step_ends,
+    steps_of_text,
+)
+from posttrain.core.reward_model import RewardModel
+from posttrain.core.run import Run
+from posttrain.core.step_labels import StepLabeling
+from posttrain.core.streams import STEP
+from posttrain.core.tree import from_plain, to_plain
+from posttrain.core.types import Episode, Task
+from posttrain.core.verdict import SOLVED
+from posttrain.diagnose.process_bench import ProcessBenchScore
+from posttrain.engine.learner import HFLearner
+from posttrain.environment.make import environment
+from posttrain.role.ranked import reward_batch
+from posttrain.role.step_scores import step_scores
+from posttrain.role.steps import TokenEnds
+
+LABEL = StepLabeling(name="label", separator=";", completions=4, prompts=4, siblings=3, sampling=SAMPLING)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(st.text(alphabet="a1 ;", max_size=20), st.sampled_from([";", "; ", "a"]))
+def test_steps_are_the_text_cut_and_none_is_blank(text: str, separator: str) -> None:
+    steps = steps_of_text(text, separator)
+    assert "".join(steps) == (text if steps else "")
+    assert all(s.replace(separator, "").strip() for s in steps)
+    if not steps:
+        assert not text.replace(separator, "").strip()
+    assert joined(steps, separator) == ("".join(steps), step_ends(text, separator))
+
+
+def test_aggregates_and_labels_by_hand() -> None:
+    """The numbers of C06."""
+    values = StepValues(right=(0, 3, 8), asked=(8, 8, 8))
+    assert (values.hard, values.soft) == ((False, True, True), (0.0, 0.375, 1.0))
+    scores = (0.9, 0.4, 0.8)
+    assert aggregated(scores, "min") == 0.4 and aggregated(scores, "product") == pytest.approx(0.288)
+    assert aggregated(scores, "mean") == pytest.approx(0.7) and aggregated(scores, "last") == 0.8
+    assert progress(scores) == pytest.approx((0.9, -0.5, 0.4)) and sum(progress(scores)) == pytest.approx(scores[-1])
+    assert (first_error(scores), first_error((0.9, 0.6)), first_error((0.1,))) == (1, -1, 0)
+    with pytest.raises(InvariantError, match="without a step"):
+        aggregated((), "min")
+
+
+def test_the_score_of_process_bench() -> None:
+    one = ProcessBenchScore.of([2, 0, -1, -1, -1], [2, 1, -1, -1, 0])
+    assert (one.erroneous, one.correct) == (0.5, pytest.approx(2 / 3))
+    assert one.f1 == pytest.approx(2 * 0.5 * (2 / 3) / (0.5 + 2 / 3))
+    assert ProcessBenchScore.of([0, -1], [-1, 3]).f1 == 0.0
+    with pytest.raises(DataError, match="the other kind"):
+        ProcessBenchScore.of([-1, -1], [-1, 0])
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_the_token_that_ends_a_step_is_found_as_by_decoding_every_beginning(merged: bool) -> None:
+    """Tokens with a text of their own, and a tokenizer whose pieces depend on what stands before them."""
+    words = ["3", "+4", "=7;", "7+", "5", "=12", ";1", ""]
+
+    def text(ids: np.ndarray) -> str:
+        plain = "".join(words[i] for i in ids)
+        return plain.replace("5=1", "x") if merged else plain
+
+    rng = np.random.default_rng(0)
+    ends = TokenEnds(text)
+    for _ in range(50):
+        ids = rng.integers(0, 8, size=rng.integers(1, 12)).astype(np.int32)
+        lengths = step_ends(text(ids), ";")
+        if lengths:
+            assert list(ends.upto(ids, lengths)) == token_ends(text, ids, lengths)
+
+
+# --- labels by completion ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    parts = parts_of(tmp_path_factory.mktemp("labels") / "run", process_run())
+    yield parts
+    parts.close()
+    parts.book.close()
+
+
+@pytest.mark.prove
+def test_a_completion_goes_on_from_its_step_and_the_label_is_its_verdict(made: Any) -> None:
+    groups, answers = labelled(made, LABEL)
+    assert len(answers) == sum(len(g.episodes) for g in groups) and any(len(a.steps) > 1 for a in answers)
+    for a in answers:
+        text = made.rollout.dialogue("").text
+        assert "".join(a.steps) == text(said(a.episode)) == a.episode.text
+        for k, own in enumerate(a.completions):
+            begin = said(a.episode)[: a.tokens[k]].tolist()
+            assert all(said(c)[: a.tokens[k]].tolist() == begin and c.task.id == a.episode.task.id for c in own)
+            assert a.values.right[k] == sum((c.reward or 0.0) >= SOLVED for c in own)
+            assert a.values.asked[k] == len(own) == (1 if own == (a.episode,) else LABEL.completions)
+
+
+@pytest.mark.prove
+def test_completions_are_those_of_their_place(made: Any) -> None:
+    """(task, visit, sibling, step, number) decide a completion: with other neighbours, or asked again, it is equal."""
+    _, all_four = labelled(made, LABEL, 4)
+    _, two = labelled(made, LABEL, 2)
+    _, again = labelled(made, LABEL, 2)
+    for one, other in zip([*two, *two], [*again, *all_four[: len(two)]], strict=True):
+        for mine, theirs in zip(one.completions, other.completions, strict=True):
+            assert [said(c).tolist() for c in mine] == [said(c).tolist() for c in theirs]
+        assert one.values == other.values
+
+
+@pytest.mark.prove
+def test_beginnings_are_computed_once(made: Any) -> None:
+    """Token positions computed / needed, by the engine's own counter. What is computed twice is one position of each
+    beginning: its last token, whose distribution the completions are drawn from."""
+    counting = Counting(made.sampler)
+    made.sampler.gauges()
+    stage = replace(LABEL, completions=8, siblings=2, sampling=replace(SAMPLING, max_tokens=50, min_tokens=50))
+    labelled(replace(made, rollout=replace(made.rollout, sampler=counting)), stage, 4)
+    computed, least = made.sampler.gauges()["engine/positions_linear"].sum, needed(counting.calls)
+    beginnings = len({ids.tobytes() for ids, _ in counting.calls})
+    assert beginnings > 12 and least <= computed <= 1.02 * least
+    assert computed <= least + beginnings
+
+
+# --- rows and what is learned -----------------------------------------------------------------------------------------
+
+
+def rows(folder: Path, *lines: dict[str, Any]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.prove
+def test_the_rows_are_read_back_by_the_reader(made: Any, tmp_path: Path) -> None:
+    _, answers = labelled(made, LABEL, 6)
+    path = rows(tmp_path, *(a.row(1) for a in answers))
+    read = environment(Env(name="prompts", prompts=path, args={"judged": "steps", "separator": ";"}, heldout=0), 0)
+    found = {t.id: t for t in (read.train.task(i) for i in range(read.train.count or 0))}
+    assert len(found) == len(answers)
+    for a in answers:
+        e = a.episode
+        task = found[f"{e.task.id}/{e.visit}/{e.sibling}"]
+        drawn = abilities.judgements(read).draw(task, "steps", seeds.generator(0, "x", 0))
+        assert isinstance(drawn, StepLabels) and (drawn.steps, drawn.values) == (a.steps, a.values.soft)
+        assert drawn.labels == tuple(1 if x else -1 for x in a.values.hard)
+        assert joined(drawn.steps, drawn.separator)[0] == e.text
+
+
+def test_values_and_steps_that_are_none_are_refused(tmp_path: Path) -> None:
+    def read(**row: Any) -> None:
+        environment(Env(name="prompts", prompts=rows(tmp_path, {"prompt": "<1+1>"} | row), heldout=0), 0)
+
+    with pytest.raises(DataError, match=r"'values\[1\]' is 1.5, wanted a chance from 0 to 1"):
+        read(completions=["a", "b"], labels=[True, False], values=[0.5, 1.5])
+    with pytest.raises(DataError, match="'values' has 1 entries for 2 completions"):
+        read(completions=["a", "b"], labels=[True, False], values=[0.5])
+
+
+def stage_of(**more: Any) -> RewardModel:
+    kept: dict[str, Any] = {"judgement": "steps", "pool": "token", "separator": ";"}
+    return RewardModel(name="rm", **(kept | more))
+
+
+def judged(**more: Any) -> StepLabels:
+    task = Task(id="a", prompt="<3+4+0>", answer="7")
+    kept: dict[str, Any] = {"steps": ("3+4=7;", "7+0=8"), "labels": (1, -1), "values": (0.75, 0.0), "separator": ";"}
+    return StepLabels(task=task, **(kept | more))
+
+
+@pytest.mark.prove
+def test_a_label_is_at_the_last_token_of_its_step(made: Any) -> None:
+    text = made.rollout.dialogue("").text
+    for stage, want in ((stage_of(), (1.0, 0.0)), (stage_of(soft=True), (0.75, 0.0))):
+        batch = reward_batch([judged(), judged()], stage, made.renderer, 64, TokenEnds(text))
+        for s in range(2):
+            label, ids = batch[STEP][batch.segment_M == s], batch.target_M[batch.segment_M == s]
+            at = np.flatnonzero(~np.isnan(label))
+            assert [text(ids[: n + 1]) for n in at] == ["3+4=7;", "3+4=7;7+0=8"]
+            assert at[-1] == len(ids) - 1 and label[at].tolist() == list(want)
+    with pytest.raises(DataError, match="set rm.separator and env.args.separator"):
+        reward_batch([judged(separator="=")], stage_of(), made.renderer, 64, TokenEnds(text))
+    with pytest.raises(DataError, match="rm.soft=false"):
+        reward_batch([judged(values=())], stage_of(soft=True), made.renderer, 64, TokenEnds(text))
+    with pytest.raises(DataError, match="right or wrong"):
+        reward_batch([judged(labels=(0, 0))], stage_of(), made.renderer, 64, TokenEnds(text))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"pool": "last"}, "pool=token"),
+        ({"separator": ""}, "separator"),
+        ({"judgement": "label", "soft": True}, "soft"),
+        ({"judgement": "pair", "pool": "last", "labels_of": "label"}, "labels_of"),
+    ],
+)
+def test_a_stage_that_means_nothing_is_refused(change: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        stage_of(**change)
+
+
+def test_labels_come_from_an_earlier_stage_with_the_same_separator() -> None:
+    run = process_run()
+    with pytest.raises(ConfigError, match="must name an earlier stage that labels steps, label"):
+        apply(run, ["rm.labels_of=sft"])
+    with pytest.raises(ConfigError, match="Set rm.separator=|must end with"):
+        apply(run, ["rm.separator=,"])
+    with pytest.raises(ConfigError, match="process reward model"):
+        Reward(function="exact", progress=True)
+    with pytest.raises(ConfigError, match="single steps"):
+        Reward(function="model:x", progress=True, steps="outcome")
+    assert from_plain(Run, to_plain(run)) == run and not asks(run)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def chain(folder: Path, **how: Any) -> Path:
+    posttrain.run(process_run(**how), out=folder, quiet=True)
+    return folder
+
+
+def verdicts(folder: Path) -> list[Episode]:
+    return [e.episode for e in reader.episodes(folder, "rl", 2)]
+
+
+@pytest.mark.prove
+def test_from_labels_made_by_completion_to_a_policy_paid_by_steps(tmp_path: Path) -> None:
+    """Each judged step has the kept reward model's score at its last token, and accuracy stays the world's."""
+    folder = chain(tmp_path / "run")
+    made = rows_of(folder / "kept" / "label-rows")
+    assert {r["step"] for r in made} == {1, 2} and (folder / "kept" / "label-rows" / ROWS).is_file()
+    assert all(len(r["completions"]) == len(r["labels"]) == len(r["values"]) for r in made)
+    learner = HFLearner(stage_policy(folder, "rm"))
+    steps = 0
+    for e in verdicts(folder):
+        own, *scored = e.verdicts
+        assert own.source == "arithmetic" and e.reward == own.verdict.score and all(j.source == "rm" for j in scored)
+        chance = step_scores(learner, read_alone(e))
+        for j in scored:
+            if j.end is not None:
+                assert not j.paid and j.verdict.score == pytest.approx(chance[j.end - 1], abs=1e-5)
+                steps += 1
+    assert steps > 20
+    last = reader.steps(folder)[-1]
+    assert last.gauges["canary/reward_noise"].mean < 1e-4
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("how", ["min", "product", "mean", "last"])
+def test_one_number_of_the_steps_scores_pays_the_answer(how: Any, tmp_path: Path) -> None:
+    run = process_run(reward=Reward(function="model:stage:rm", steps="outcome", aggregate=how))
+    run = apply(run, ["env.measured=true", "rl.algorithm=grpo"])
+    posttrain.run(run, out=tmp_path / "run", quiet=True)
+    learner = HFLearner(stage_policy(tmp_path / "run", "rm"))
+    for e in verdicts(tmp_path / "run"):
+        ends = token_ends(lambda ids: "x" * len(ids), said(e), [])  # the last token alone
+        [paid] = [j for j in e.verdicts if j.source == "rm"]
+        each = [float(x) for x in paid.verdict.why.split(", ")] if paid.verdict.score is not None else []
+        if each:
+            assert paid.verdict.score == pytest.approx(aggregated(each, how), abs=2e-3)
+            assert each[-1] == pytest.approx(step_scores(learner, read_alone(e))[ends[-1] - 1], abs=1e-3)
+            assert e.reward == paid.verdict.score and e.figure in (0.0, 1.0)
+
+
+@pytest.mark.prove
+def test_steps_are_paid_where_they_end_and_values_see_it(tmp_path: Path) -> None:
+    """Progress telescopes: what an answer is paid is its last step's score."""
+    run = process_run(reward=Reward(function="model:stage:rm", steps="pay", progress=True))
+    run = apply(run, ["env.measured=true", "rl.algorithm=ppo"])
+    posttrain.run(run, out=tmp_path / "run", quiet=True)
+    learner = HFLearner(stage_policy(tmp_path / "run", "rm"))
+    for e in verdicts(tmp_path / "run"):
+        paid = [j for j in e.verdicts if j.source == "rm" and j.paid]
+        if paid:
+            assert paid[-1].end == e.spoken
+            assert e.reward == pytest.approx(step_scores(learner, read_alone(e))[-1], abs=1e-5)
+
+
+@pytest.mark.prove
+def test_a_killed_labelling_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = chain(tmp_path / "whole")
+    real, calls = StepLabelDriver.remember, []
+
+    def stops(self: Any, asked: Any, step: Any) -> Any:
+        out = real(self, asked, step)
+        calls.append(asked.index)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return out
+
+    StepLabelDriver.remember = stops  # type: ignore[method-assign]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            posttrain.run(process_run(), out=tmp_path / "cut", quiet=True)
+    finally:
+        StepLabelDriver.remember = real  # type: ignore[method-assign]
+    posttrain.run("", resume=tmp_path / "cut", quiet=True)
+    one, two = ((f / "kept" / "label-rows" / ROWS).read_bytes() for f in (whole, tmp_path / "cut"))
+    assert one == two
+
+
+def test_a_separator_is_some_text() -> None:
+    with pytest.raises(ConfigError, match="separator is empty"):
+        StepLabeling(name="label", separator="")
+    assert math.isclose(sum(StepValues(right=(1, 1), asked=(2, 4)).soft), 0.75)
+
+
+# --- the first error --------------------------------------------------------------------------------------------------
+
+
+def test_the_first_error_of_planted_chains_is_found_by_their_truth() -> None:
+    """Half of the chains have one; a scorer that knows the truth has 1, one that scores a step late finds none."""
+    run = process_run()
+    run = replace(run, env=replace(run.env, args={"min_terms": 3, "max_terms": 5}, heldout=20, rewards=()))
+    chains = planted_chains(run, 40, 0)
+    assert [c.truth >= 0 for c in chains] == [bool(i % 2) for i in range(40)]
+    assert {c.truth for c in chains} >= {-1, 0, 1, 2}
+    for c in chains:
+        steps = c.text.split(";")
+        sums = [sum(o for _, o in c.task.info["terms"][: n + 2]) for n in range(len(steps))]
+        wrong = [int(s.rpartition("=")[2]) != x for s, x in zip(steps, sums, strict=True)]
+        assert c.truth == (wrong.index(True) if any(wrong) else -1)
+    known = [[0.1 if i == c.truth else 0.9 for i in range(c.text.count(";") + 1)] for c in chains]
+    late = [
+        [0.1 if i == c.truth + 1 and c.truth >= 0 else 0.9 for i in range(len(s) + 1)]
+        for c, s in zip(chains, known, strict=True)
+    ]
+    assert bench([c.truth for c in chains], known)[0].f1 == 1.0
+    assert bench([c.truth for c in chains], late)[0].f1 == 0.0
