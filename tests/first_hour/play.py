@@ -19,8 +19,9 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.first_hour import fresh
-from tests.first_hour.pages import Step, steps
+from tests.first_hour.pages import Step
 from tests.first_hour.serving import SERVES, Serving, Started
+from tests.first_hour.typed import steps_of
 from tests.first_hour.words import exempt, pages, put_in, smaller, with_words
 
 HERE = Path(__file__).parent
@@ -122,7 +123,7 @@ class Page:
         """Each step, when it ended. A server goes on while the steps after it are played, as in another terminal; that
         it did not end well is told last."""
         try:
-            for step in steps(self.path, self.hour.root):
+            for step in steps_of(self.path, self.hour.root):
                 yield self._play(step)
         finally:
             if self._python is not None:
