@@ -65,10 +65,15 @@ WARNED = re.compile(r"^\S*site-packages\S* \w+Warning: .*\n(?:  .*\n)?", re.M)
 """What another package warns of on the machine that runs the notebook."""
 
 
+WAITING = re.compile(r"[\u2801-\u28ff] ")
+"""What a line begins with that only says that something is going on."""
+
+
 def plain(text: str) -> str:
     """Output as a terminal leaves it: without colours, and a line that was written over is its last state."""
     bare = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2].rstrip() for line in bare.strip("\n").split("\n"))
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in bare.strip("\n").split("\n")]
+    return "\n".join(line for line in lines if not WAITING.match(line))
 
 
 def _block(text: str) -> str:
