@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from scripts.site.pictures import WAITING
+
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"
 HEAD = "<!-- generated from {name}.ipynb by `python -m scripts.site.notebooks`; edit the notebook, not this page -->\n"
@@ -63,10 +65,6 @@ def _shown(name: str, outputs: list[Any], pictures: dict[str, bytes]) -> Iterato
 
 WARNED = re.compile(r"^\S*site-packages\S* \w+Warning: .*\n(?:  .*\n)?", re.M)
 """What another package warns of on the machine that runs the notebook."""
-
-
-WAITING = re.compile(r"[\u2801-\u28ff] ")
-"""What a line begins with that only says that something is going on."""
 
 
 def plain(text: str) -> str:

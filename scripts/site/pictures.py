@@ -28,6 +28,9 @@ THEME = TerminalTheme((30, 33, 39), (220, 223, 228), [*DARK, (220, 223, 228)], l
 FONT = re.compile(r"@font-face \{.*?\}\s*", re.S)
 """rich's pictures ask another host for a font; these take the reader's own."""
 
+WAITING = re.compile(r"[\u2801-\u28ff] ")
+"""What a line begins with that only says that something is going on."""
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -88,7 +91,7 @@ def drawn(picture: Picture, said: str) -> str:
     shown = lines[picture.first : picture.last]
     if len(shown) < len(lines[picture.first :]):
         shown.append("...")
-    texts = [Text.from_ansi(line) for line in shown]
+    texts = [text for line in shown if not WAITING.match((text := Text.from_ansi(line)).plain)]
     wide = max(80, *(text.cell_len for text in texts)) + 1
     console = Console(
         record=True, width=wide, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,14 @@ def test_pages_are_drawn_by_a_seed() -> None:
     assert sizes.keys() == {p for d in draws for p in d}
     count = [sum(sizes[p] for p in d) / sum(sizes.values()) for d in draws]
     assert min(count) >= 0.3 and max(count) < 0.4
+
+
+def test_everything_plays_every_page_as_printed() -> None:
+    """`make everything`: all pages, as printed, and all pages of the site in the browser; CI draws of both."""
+    suites = {s["name"]: s for s in tomllib.loads((ROOT / ".ci/suites.toml").read_text(encoding="utf-8"))["suite"]}
+    assert suites["first hour"]["everything"] == {"POSTTRAIN_FIRST_HOUR": "whole"}
+    assert suites["documentation"]["everything"] == {"POSTTRAIN_DOCS": "all"}
+    assert "settings" not in suites["first hour"] and "settings" not in suites["documentation"]
 
 
 def test_a_target_that_a_page_names_is_there() -> None:
