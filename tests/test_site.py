@@ -169,6 +169,7 @@ def test_long_output_is_cut_between_paragraphs() -> None:
     assert cut("\n\n".join("\n".join(p) for p in parts)) == [*parts[0][:FIRST], "...", *parts[2]]
     assert cut("\n".join(parts[0] * 2)) == [*parts[0][:FIRST], "...", *parts[0][-LAST:]]
     assert cut("a\n\n\nb\n") == ["a", "b"]
+    assert cut("\n".join(parts[0] * 2), 0) == [*parts[0][:FIRST], "..."]
 
 
 def test_the_site_needs_no_import_of_the_package() -> None:

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from shlex import quote
 
-from scripts.site.notebooks import plain
+from scripts.site.notebooks import WARNED, plain
 from scripts.site.pictures import environment, printed
 from tests.first_hour.pages import Step, steps
 from tests.first_hour.play import WRITES
@@ -49,7 +49,7 @@ def section(path: Path) -> str:
         for step, typed, said in played(path, folder):
             stood |= typed != step.text
             out += [f"$ {step.text}", *([f"# run as: {typed}"] if typed != step.text else [])]
-            out += cut(plain(said).replace(made, "..."))
+            out += cut(WARNED.sub("", f"{plain(said)}\n").replace(made, "..."), 0 if stood else LAST)
     return "\n".join([TITLE, "", SAID, *(["", STANDS] if stood else []), "", "```output", *out, "```", ""])
 
 
@@ -91,18 +91,19 @@ def given(folder: Path) -> None:
             shutil.move(Path(made) / name, folder / name)
 
 
-def cut(text: str) -> list[str]:
-    """The first lines, and as many whole paragraphs of the end as fit; lines without a word between paragraphs go."""
+def cut(text: str, last: int = LAST) -> list[str]:
+    """The first lines, and as many whole paragraphs of the end as `last` lines hold; lines without a word between
+    paragraphs go. Of what stands for something else the end says little, so there `last` is 0."""
     parts = [list(p) for filled, p in groupby(text.split("\n"), lambda x: bool(x.strip())) if filled]
     lines = [line for part in parts for line in part]
     if len(lines) <= FIRST + LAST:
         return lines
     kept = list[str]()
     for part in reversed(parts):
-        if len(part) + len(kept) > LAST:
+        if len(part) + len(kept) > last:
             break
         kept = [*part, *kept]
-    return [*lines[:FIRST], "...", *(kept or lines[-LAST:])]
+    return [*lines[:FIRST], "...", *(kept or lines[len(lines) - last :])]
 
 
 def main() -> None:
