@@ -155,6 +155,7 @@ def test_toy_sizes_stand_where_a_setting_has_another_value() -> None:
     assert "rl.eval_every=1 " in smaller("posttrain run grpo rl.eval_every=10 model=m")
     assert "rl.eval_every=0 " in smaller("posttrain run grpo model=m")
     assert smaller("posttrain eval m env=arithmetic") == "posttrain eval m env=arithmetic env.heldout=8 --max-tokens 8"
+    assert smaller("posttrain ladder --on runs/x --step 6") == "posttrain ladder --on runs/x --step 2"
     assert smaller("python train.py A", "driver.py --toy") == "python driver.py --toy train.py A"
 
 

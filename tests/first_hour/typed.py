@@ -23,7 +23,7 @@ def whole(text: str) -> bool:
     if words[0] != "posttrain":
         return True
     named = words[:2] == ["posttrain", "run"] and len(words) < 4
-    if named or "..." in text or re.search(r"\b(NAME|A|B|OWNER)\b", " ".join(words)):
+    if named or "..." in text or re.search(r"\b(NAME|A|B|OWNER|CLASS)\b", " ".join(words)):
         return False
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):

@@ -84,7 +84,7 @@ STANDS = (
     (re.compile(r"\bRUN\b"), GIVEN_RUN),
     (re.compile(r"\bRECIPE\b"), "arithmetic"),
     (re.compile(r"(?<=ladder )NAME\b"), "grpo"),
-    (re.compile(r"(?<=new env )NAME\b"), "my_env"),
+    (re.compile(r"(?<=new env )NAME\b"), "another"),
     (re.compile(r"(?<= )openai/gsm8k\b"), "problems.jsonl"),
     (re.compile(r"(?<=checkpoints/)NAME\b"), "best"),
     (re.compile(r"\bFOLDER\b"), "taken"),
@@ -133,6 +133,8 @@ def smaller(command: str, script: str = "") -> str:
         return with_words(
             command, toy(next((w for w in words[2:] if "=" not in w and not w.startswith("-")), ""), words)
         )
+    if words[:2] == ["posttrain", "ladder"]:  # of a run that a page has made small
+        return re.sub(r"--step \d+", f"--step {REINFORCE['steps']}", command)
     if words[:2] == ["posttrain", "check"]:
         few = re.sub(r"--tasks \d+", "--tasks 8", command)
         return few if "--tasks" in words else with_words(command, ["--tasks 8"])

@@ -262,7 +262,7 @@ def test_two_clicks(window: Window, first: str, second: str, title: str, anchor:
 @pytest.mark.parametrize(
     ("words", "page"),
     [
-        ("aggregation", ""),
+        ("aggregation", ".html"),
         ("icepop", "algorithms.html"),
         ("v_trace", "algorithms.html"),
         ("staleness", "staleness.html"),
