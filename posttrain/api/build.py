@@ -239,12 +239,17 @@ class PolicyRoles:
 
 
 def make_roles(
-    run: Run, policy: Policy, env: Environment, judges: Sequence[RewardModelJudge] | None = None
+    run: Run,
+    policy: Policy,
+    env: Environment,
+    judges: Sequence[RewardModelJudge] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> PolicyRoles:
     """The learner, the engine (with its own copy of the weights) and the rollout of one policy.
 
     Args:
         judges: the reward models that judge. None: those of the run's rewards that it did not train itself.
+        say: tells the user what happens to engines elsewhere.
     """
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = HFLearner(
@@ -255,7 +260,7 @@ def make_roles(
     )
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
-    serving = make_engine(run, policy, renderer.decode)
+    serving = make_engine(run, policy, renderer.decode, say)
     engine = serving.sampler
     found = RewardModels(run, policy).judges(run.env) if judges is None else tuple(judges)
     rollout = Rollout(
@@ -327,7 +332,7 @@ def make_parts(
         say: tells the user of what takes long.
     """
     models = RewardModels(run, policy, book.folder)
-    roles = make_roles(run, policy, env, models.judges(run.env))
+    roles = make_roles(run, policy, env, models.judges(run.env), say)
     learner = roles.learner
     if run.model.compile:
         say("compiling the learner's layers (model.compile=true) ...")

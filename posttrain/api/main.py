@@ -191,7 +191,7 @@ def _asked_run(
     if is_url(target):
         return dotted.apply(change(remote_run(str(target))), list(overrides[len(alone) :])), None, kept[0]
     say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
-    parts = ("model", "env", "engine")
+    parts = ("model", "env", "engine", "placement")
     run, weights = target_run(target, checkpoint, *overrides, parts=parts, allow=trust, change=change, say=say)
     return run, weights, replace(kept[-1], folder=Path(target)) if is_run(target) else kept[-1]
 

@@ -30,6 +30,7 @@ from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.errors import DataError, RunFolderError
 from posttrain.core.files import disk_full_is_reported
 from posttrain.core.given import DATA
+from posttrain.core.placement import learner_cores
 from posttrain.core.ports import Tracker
 from posttrain.core.reader import damage_is_named
 from posttrain.core.run import Run
@@ -38,6 +39,7 @@ from posttrain.core.stage import START
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
+from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.role.weights import load_weights
 
 
@@ -132,7 +134,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     run, book, quiet = request.run, request.book, request.quiet
     check_drivers(run)
     check_engine(run)
-    threads = use_threads(run.threads)
+    threads = use_threads(run.threads or learner_cores(run.placement))
     cleanup.callback(use_deterministic(run.deterministic))
     policy = session_policy(request)
     notes = request.notes
@@ -164,8 +166,10 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     say = (lambda line: None) if quiet else terminal.say
     parts = make_parts(run, policy, request.environment, book, trackers, request.others, say)
     cleanup.callback(parts.close)
-    if not quiet and isinstance(parts.sampler, EmbeddedEngine):
+    if not quiet and isinstance(parts.sampler, EmbeddedEngine | EnginePool):
         terminal.say(parts.sampler.describe())
+    if isinstance(parts.sampler, EnginePool):
+        terminal.engines = parts.sampler.line
     checkpoint = request.checkpoint
     if request.longer is not None:
         checkpoint = begin(request.longer, book, checkpoint)
