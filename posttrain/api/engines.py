@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
-from posttrain.api.placed import engine_pool
 from posttrain.api.request import check_installed
 from posttrain.api.target import open_policy
 from posttrain.core import files
 from posttrain.core.engines import GIB, VLLM, Embedded
 from posttrain.core.errors import ConfigError
-from posttrain.core.placement import Local
 from posttrain.core.ports import Sampler
 from posttrain.core.preference_stage import OnlinePreference
 from posttrain.core.run import Run
@@ -63,26 +61,28 @@ def check_engine(run: Run) -> None:
         )
 
 
-def make_engine(
-    run: Run, policy: Policy, text: Callable[[np.ndarray], str], say: Callable[[str], None] = lambda line: None
-) -> Serving:
-    """The engine of the run, with its own copy of the weights; several as one where `Run.placement` says so.
+def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> Serving:
+    """The engine of the run in this process, with its own copy of the weights. `placed_engine` also makes those
+    elsewhere.
 
     Args:
         text: decodes token ids, special tokens included; stop strings are searched in the result.
-        say: tells the user what happens to engines elsewhere.
 
     Raises:
         ConfigError: it cannot keep a stage's sampling contract, or is not installed.
         EngineError: it does not start.
     """
-    if not isinstance(run.placement, Local):
-        pool = engine_pool(run, run.placement, policy, say)
-        serving = Serving(pool, pool.close)
-    elif isinstance(run.engine, Embedded):
-        serving = Serving(embedded_engine(run, run.engine, policy.twin(), text), lambda: None)
-    else:
-        serving = _vllm(run, run.engine, policy)
+    if isinstance(run.engine, Embedded):
+        return keeping_contracts(run, Serving(embedded_engine(run, run.engine, policy.twin(), text), lambda: None))
+    return keeping_contracts(run, _vllm(run, run.engine, policy))
+
+
+def keeping_contracts(run: Run, serving: Serving) -> Serving:
+    """The same, where it can keep every stage's sampling contract; else it is closed.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     try:
         for stage in run.stages:
             if stage.contract is not None:

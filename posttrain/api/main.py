@@ -129,8 +129,9 @@ def evaluate(
     run, weights, given = _asked_run(target, checkpoint, overrides, objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = _contract(run, max_tokens, temperature)
-    from posttrain.api.build import make_policy, make_roles, use_threads
+    from posttrain.api.build import make_policy, make_roles
     from posttrain.api.reward_models import judges_of
+    from posttrain.api.torch_settings import use_threads
     from posttrain.api.waiting import wait
     from posttrain.role.weights import load_average, load_weights
 

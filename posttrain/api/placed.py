@@ -13,9 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from posttrain import faults
+from posttrain.api.engines import Serving, keeping_contracts, make_engine
+from posttrain.api.torch_settings import use_deterministic, use_threads
 from posttrain.core.env import Env
 from posttrain.core.errors import EngineError
 from posttrain.core.placement import Local, Processes, Ray, check_machine
@@ -32,6 +35,7 @@ from posttrain.engine.pool.engine_process import ProcessHost
 from posttrain.engine.pool.host import EngineHost
 from posttrain.engine.pool.hosted import EngineFacts, EngineStart
 from posttrain.engine.pool.ray_host import RayCluster, RayHost
+from posttrain.environment.render import Renderer
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """Nats by which engines on devices of their own may differ in the log-prob of one token. Deterministic ones differ in
@@ -50,16 +54,31 @@ class EngineParts:
     threads: int
 
     def __call__(self) -> Sampler:
-        from posttrain.api.build import use_deterministic, use_threads
-        from posttrain.api.engines import make_engine
-        from posttrain.environment.render import Renderer
-
         use_threads(self.threads)
         use_deterministic(self.run.deterministic)
         PLANTED.enter_context(faults.planted(self.run.fault))
         policy, tokenizer = self.policy, cast("Any", self.policy.tokenizer)
         render = Renderer(tokenizer, policy.stop_ids, policy.context, self.run.model.history)
         return make_engine(self.run, policy, render.decode).sampler
+
+
+def placed_engine(
+    run: Run, policy: Policy, text: Callable[[np.ndarray], str], say: Callable[[str], None] = lambda line: None
+) -> Serving:
+    """The engine of the run where `Run.placement` says: here, or several elsewhere as one.
+
+    Args:
+        text: decodes token ids, special tokens included; stop strings are searched in the result.
+        say: tells the user what happens to engines elsewhere.
+
+    Raises:
+        ConfigError: it cannot keep a stage's sampling contract, or is not installed.
+        EngineError: it does not start.
+    """
+    if isinstance(run.placement, Local):
+        return make_engine(run, policy, text)
+    pool = engine_pool(run, run.placement, policy, say)
+    return keeping_contracts(run, Serving(pool, pool.close))
 
 
 def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[str], None]) -> EnginePool:

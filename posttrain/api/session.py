@@ -10,7 +10,7 @@ from pathlib import Path
 
 from posttrain.api.admit import remember_run
 from posttrain.api.branch import is_branch, same_base
-from posttrain.api.build import facts, make_parts, make_policy, use_deterministic, use_threads, words_in_tokens
+from posttrain.api.build import facts, make_parts, make_policy, words_in_tokens
 from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
 from posttrain.api.lineage import began_with, write_lineage
@@ -19,6 +19,7 @@ from posttrain.api.request import RunRequest
 from posttrain.api.summary import conclude, planted_lines
 from posttrain.api.target import keep_policy
 from posttrain.api.terminal import Terminal
+from posttrain.api.torch_settings import use_deterministic, use_threads
 from posttrain.api.trackers import make_trackers, tracker_lines
 from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.parts import RunParts
