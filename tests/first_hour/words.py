@@ -63,7 +63,9 @@ EXEMPT = (
     Exempt("*", r".*\btrackers=(wandb|trackio)\b", "needs a tracker that is not installed here"),
     Exempt("*", r".*\bhub:", NETWORK),
     Exempt(
-        "*", r"pip install .*(vllm|posttrain\[(bench|all|nf4|adamw8bit|ray)\]|tensorboard|wandb|trackio|openai)", NETWORK
+        "*",
+        r"pip install .*(vllm|posttrain\[(bench|all|nf4|adamw8bit|ray)\]|tensorboard|wandb|trackio|openai)",
+        NETWORK,
     ),
     Exempt("*", r"python -m http\.server\b", "goes on until somebody ends it"),
 )
