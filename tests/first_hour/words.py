@@ -68,6 +68,7 @@ EXEMPT = (
         NETWORK,
     ),
     Exempt("*", r"python -m http\.server\b", "goes on until somebody ends it"),
+    Exempt("*", r".*\bjudge:", "needs a judge that was trained in full; tests/rooms/test_generative_judge.py has one"),
 )
 
 
