@@ -198,21 +198,24 @@ def page(rows: Sequence[ArmRow]) -> str:
         " `python -m benchmarks.updates`; the arms, one line each, are in",
         "`benchmarks/updates_regions.py`. Seeds of one arm lie .1 to .3 apart: differences of .05 mean nothing here.",
         "",
+        "| column | what it is |",
+        "|---|---|",
+        "| after | held-out accuracy after the last batch, sampled at temperature 1; 0 where a check stopped the run |",
+        "| worst seed | the same, of the seed that ended lowest |",
+        f"| last rollouts | share of right answers on training prompts, last {LAST} batches |",
+        "| clipped | share of tokens with a push of exactly 0 |",
+        "| ratio tail | mean squared ratio of the arm's own ratio, largest batch and seed; the ratio is that of whole"
+        " answers for `gspo`, `luspo`, `vespo`, `seq_is`, `vcpo`, else of tokens |",
+        "| least ESS | effective sample size as a share: (mean ratio)^2 / mean squared ratio over tokens, smallest"
+        " batch and seed |",
+        "| moved | k3 from the start of the batch, nats a token, while its updates are made |",
+        "| step share | share of the learning rate that was used; only VCPO uses less than all of it |",
+        "",
     ]
     for name in RATES:
         lines += [f"## {name.capitalize()}: learning rate {RATES[name]:g}", "", *table(found, name), ""]
     lines += ["## Lines with credit of their own, mild", "", *table(found, "mild", LINES), ""]
-    lines += [
-        "*after*: held-out accuracy after the last batch, sampled at temperature 1. *last rollouts*: right answers on",
-        f"training prompts, last {LAST} batches. *clipped*: share of tokens with a push of exactly 0. *ratio tail*:",
-        "mean squared ratio, largest batch and seed, of the arm's own ratio: of tokens, or of whole answers (`gspo`,",
-        "`luspo`, `vespo`, `seq_is`, `vcpo`). *least ESS*: (mean ratio)^2 / mean squared ratio over tokens, smallest",
-        "batch and seed. *moved*: k3 from the start of the batch, nats a token, while its updates are made.",
-        "*step share*: of the learning rate. A run that a check stopped counts as accuracy 0.",
-        "",
-        "## Predicted before the runs",
-        "",
-    ]
+    lines += ["## Predicted before the runs", ""]
     for i, p in enumerate(PREDICTIONS, 1):
         lines.append(f"{i}. {p.text} **{judged(p.holds, found)}**")
     lines += ["", "## What parts them", "", *learned(found), "", "## Not arms of their own", ""]

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from scripts.site.pictures import WAITING
+
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"
 HEAD = "<!-- generated from {name}.ipynb by `python -m scripts.site.notebooks`; edit the notebook, not this page -->\n"
@@ -68,7 +70,8 @@ WARNED = re.compile(r"^\S*site-packages\S* \w+Warning: .*\n(?:  .*\n)?", re.M)
 def plain(text: str) -> str:
     """Output as a terminal leaves it: without colours, and a line that was written over is its last state."""
     bare = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2].rstrip() for line in bare.strip("\n").split("\n"))
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in bare.strip("\n").split("\n")]
+    return "\n".join(line for line in lines if not WAITING.match(line))
 
 
 def _block(text: str) -> str:

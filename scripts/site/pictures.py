@@ -1,5 +1,6 @@
 """Pictures of what people see in a terminal: `python -m scripts.site.pictures [NAME ...]` runs each command in a
-terminal of its own and draws what it printed into docs/pictures. It needs posttrain, and takes some minutes."""
+terminal of its own and draws what it printed into docs/pictures, beside the figures that a command draws itself. It
+needs posttrain, and takes some minutes."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import io
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,9 @@ LIGHT = (120, 128, 142), *DARK[1:], (255, 255, 255)
 THEME = TerminalTheme((30, 33, 39), (220, 223, 228), [*DARK, (220, 223, 228)], list(LIGHT))
 FONT = re.compile(r"@font-face \{.*?\}\s*", re.S)
 """rich's pictures ask another host for a font; these take the reader's own."""
+
+WAITING = re.compile(r"[\u2801-\u28ff] ")
+"""What a line begins with that only says that something is going on."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +54,21 @@ PICTURES = (
     Picture("show", "posttrain show runs/mine", last=30),
     Picture("compare", "posttrain ladder --on runs/mine --against dapo,maxrl,cispo"),
 )
+FIGURES = {"plot.svg": "posttrain plot runs/mine --out plot.svg"}
+"""Files that a command draws, by name."""
+
+
+def environment() -> dict[str, str]:
+    """The variables of a terminal of `COLUMNS` columns, in which `posttrain` is that of this Python."""
+    size = {"COLUMNS": str(COLUMNS), "LINES": "50", "TERM": "xterm-256color"}
+    kept = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
+    return kept | size | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
 
 
 def printed(command: str, folder: Path) -> str:
     """What a command prints in a terminal of `COLUMNS` columns."""
     ours, theirs = pty.openpty()
-    environ = os.environ | {
-        "COLUMNS": str(COLUMNS),
-        "LINES": "50",
-        "TERM": "xterm-256color",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    environ.pop("NO_COLOR", None)
+    environ = environment()
     with subprocess.Popen(
         ["bash", "-c", command], cwd=folder, env=environ, stdin=theirs, stdout=theirs, stderr=theirs
     ) as child:
@@ -83,7 +91,7 @@ def drawn(picture: Picture, said: str) -> str:
     shown = lines[picture.first : picture.last]
     if len(shown) < len(lines[picture.first :]):
         shown.append("...")
-    texts = [Text.from_ansi(line) for line in shown]
+    texts = [text for line in shown if not WAITING.match((text := Text.from_ansi(line)).plain)]
     wide = max(80, *(text.cell_len for text in texts)) + 1
     console = Console(
         record=True, width=wide, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False
@@ -107,6 +115,11 @@ def main() -> None:
             svg = drawn(picture, printed(picture.command, folder))
             (INTO / f"{picture.name}.svg").write_text(svg, encoding="utf-8")
             print(f"docs/pictures/{picture.name}.svg", flush=True)
+        for name, command in FIGURES.items():
+            if name.removesuffix(".svg") in sys.argv[1:] or not sys.argv[1:]:
+                printed(command, folder)
+                shutil.copyfile(folder / name, INTO / name)
+                print(f"docs/pictures/{name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def write_reference(stage: Stage, write: Written) -> None:
         index += [f"## {group}", "", "| name | what it is |", "|---|---|"]
         for module, names in modules:
             here = f"reference/{module}"
-            write(here, ORPHAN + stage.text(module_page(package, module, names), _file(package, module), here))
+            page = stage.text(module_page(package, module, names), _file(package, module), here)
+            write(here, ORPHAN + for_whom(page, MODULE.format(module=module)))
             for name in names:
                 what = summary(_member(package, module, name))
                 index.append(f"| [`{name}`]({module}.md#{name.lower()}) | {_cell(what)} |")
@@ -63,7 +64,8 @@ def write_reference(stage: Stage, write: Written) -> None:
         m for m in package.modules if not package.modules[m].is_alias and package.modules[m].is_init_module
     ):
         here = f"reference/room-{room}"
-        write(here, ORPHAN + stage.text(room_page(package, room), f"posttrain/{room}/__init__.py", here))
+        page = stage.text(room_page(package, room), f"posttrain/{room}/__init__.py", here)
+        write(here, ORPHAN + for_whom(page, ROOM.format(room=room)))
         index.append(f"- [`posttrain/{room}`](room-{room}.md): {summary(package[room])}")
     write("reference/index", "\n".join(index) + "\n")
 
@@ -77,6 +79,22 @@ Everything below is made from the docstrings, and the list is the public surface
 frozen by a test, and a change of them is said in the change. Settings of a run, by recipe: `posttrain run RECIPE
 --help`.
 """
+
+
+MODULE = (
+    "For people who write programs with posttrain. After this page you can use what `{module}` offers;"
+    " [all public names](index.md)."
+)
+ROOM = (
+    "For people who read or change the code. After this page you know what each module of `posttrain/{room}` is for;"
+    " [all rooms](index.md#rooms)."
+)
+
+
+def for_whom(page: str, said: str) -> str:
+    """The page with a paragraph below its title: whom it is for, and what they can do after it."""
+    title, _, rest = page.partition("\n")
+    return f"{title}\n\n{said}\n{rest}"
 
 
 def module_page(package: griffe.Module, module: str, names: list[str]) -> str:

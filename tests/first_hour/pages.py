@@ -2,7 +2,8 @@
 
 A command is a line of a code block (fenced or indented) that begins with one of `PROGRAMS`; a line that ends with a
 backslash goes on. A fenced block of another language is no command. A fenced block whose first line is a comment with
-the name of a file (`# mine.py`) is that file.
+the name of a file (`# mine.py`) is that file. What running text says in backquotes, after one of `PROGRAMS`, is a
+mention.
 """
 
 from __future__ import annotations
@@ -26,8 +27,21 @@ PROGRAMS = (
     ".",
     "source",
     "tensorboard",
+    "hf",
+    "trackio",
+    "wandb",
 )
 SHELLS = ("", "sh", "bash", "shell", "console", "text")
+ONLY_COMMANDS = ("sh", "bash", "shell")
+"""Languages of blocks that hold nothing but commands."""
+OTHERS = re.compile(
+    r"(?:(?:accelerate|apt|apt-get|bash|conda|docker|env|git|huggingface-cli|kubectl|nvidia-smi|poetry"
+    r"|pytest|ray|sbatch|sh|srun|sudo|torchrun|trl|uv|verl)(?: +[\w./-]|$))"
+)
+"""How lines of other programs begin, which would not be found: they are no commands to whoever plays the page."""
+SET = re.compile(r"^(?:[A-Z][A-Z_]*=\S+ )+")
+"""Variables that are set for one command."""
+MENTION = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 FENCE = re.compile(r"^(?P<indent> *)(?P<mark>`{3,}|~{3,})\s*(?P<language>[\w+-]*).*$")
 NAMED = re.compile(r"^# ([\w./-]+\.(?:py|yaml|yml|jsonl))$")
 
@@ -56,6 +70,47 @@ def steps(path: Path, root: Path) -> list[Step]:
         for line, language, block in _blocks(path.read_text(encoding="utf-8"))
         for s in _of(page, line, language, block)
     ]
+
+
+def mentions(path: Path, root: Path) -> list[Step]:
+    """What the running text of a page says to type, each text once; tables are running text, headings and code are
+    not."""
+    page, found = str(path.relative_to(root)), dict[str, Step]()
+    for line, text in _mentioned(path) if path.suffix != ".ipynb" else ():
+        if SET.sub("", text).split(" ")[0] in PROGRAMS and " " in text:
+            found.setdefault(text, Step(page, line, "command", text))
+    return list(found.values())
+
+
+def _mentioned(path: Path) -> Iterator[tuple[int, str]]:
+    """(number of its line, text) of what stands in backquotes."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for first, _, block in _blocks("\n".join(lines)):
+        lines[first - 1 : first - 1 + len(block)] = [""] * len(block)
+    prose = "\n".join("" if re.match(r"#|<!--|    | *`{3}", x) else x for x in lines)
+    for said in MENTION.finditer(prose):
+        if "\n\n" not in said[1]:
+            yield prose.count("\n", 0, said.start()) + 1, " ".join(said[1].split())
+
+
+def overlooked(path: Path, root: Path) -> list[str]:
+    """Commands to a reader, in code blocks and in running text, that `steps` and `mentions` do not find."""
+    if path.suffix == ".ipynb":
+        return []
+    out = [
+        f"{path.relative_to(root)}:{n}: {x}" for n, x in _mentioned(path) if " " in x and OTHERS.match(SET.sub("", x))
+    ]
+    for first, language, block in _blocks(path.read_text(encoding="utf-8")):
+        if language not in SHELLS or (block and NAMED.match(block[0])):
+            continue
+        found, goes_on = {n for n, _ in _commands(block)}, False
+        for n, line in enumerate(block):
+            bare = line.strip().removeprefix("$ ")
+            typed = language in ONLY_COMMANDS or line.strip().startswith("$ ") or OTHERS.match(SET.sub("", bare))
+            if bare and typed and not (goes_on or n in found or bare.startswith("#")):
+                out.append(f"{path.relative_to(root)}:{first + n}: {bare}")
+            goes_on = line.rstrip().endswith("\\")
+    return out
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str, list[str]]]:
@@ -96,7 +151,7 @@ def _commands(block: list[str]) -> Iterator[tuple[int, str]]:
             i += 1
             line = line[:-1].rstrip() + " " + block[i].strip()
         i += 1
-        word = line.split(" ")[0]
+        word = SET.sub("", line).split(" ")[0]
         if word in PROGRAMS or word.endswith(("bin/posttrain", "bin/python", "bin/pip")):
             yield begun, line
 

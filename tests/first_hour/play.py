@@ -19,8 +19,9 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.first_hour import fresh
-from tests.first_hour.pages import Step, steps
+from tests.first_hour.pages import Step
 from tests.first_hour.serving import SERVES, Serving, Started
+from tests.first_hour.typed import steps_of
 from tests.first_hour.words import exempt, pages, put_in, smaller, with_words
 
 HERE = Path(__file__).parent
@@ -106,8 +107,8 @@ def prepare(root: Path, folder: Path, whole: bool, say: Callable[[str], None] = 
 class Page:
     """One page in its folder: a copy of what is given; of an example, its own folder too."""
 
-    def __init__(self, hour: Hour, path: Path, started: Started) -> None:
-        self.hour, self.path, self._started = hour, path, started
+    def __init__(self, hour: Hour, path: Path, started: Started, found: Sequence[Step]) -> None:
+        self.hour, self.found, self._started = hour, found, started
         self.page = str(path.relative_to(hour.root))
         self.folder = hour.folder / "pages" / self.page.replace("/", "-")
         shutil.copytree(hour.folder / "given", self.folder)
@@ -122,7 +123,7 @@ class Page:
         """Each step, when it ended. A server goes on while the steps after it are played, as in another terminal; that
         it did not end well is told last."""
         try:
-            for step in steps(self.path, self.hour.root):
+            for step in self.found:
                 yield self._play(step)
         finally:
             if self._python is not None:
@@ -240,13 +241,14 @@ def play(hour: Hour, chosen: Sequence[Path], jobs: int, say: Callable[[str], Non
     def one(path: Path) -> None:
         started = idle.get()
         try:
-            for p in Page(hour, path, started).play():
+            for p in Page(hour, path, started, found[path]).play():
                 with lock:
                     out.append(p)
                     say(told(p))
         finally:
             idle.put(started)
 
+    found = {path: steps_of(path, hour.root) for path in chosen}  # here, because it asks the parser, which may print
     programs = [Started(hour.venv, hour.folder, hour.environ) for _ in range(jobs)]
     for program in programs:
         idle.put(program)

@@ -16,13 +16,14 @@ from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.step_labels import StepLabeling
 from posttrain.recipe.recipes import recipe
 
-PAGES = ("README.md", "docs/recipes.md", "docs/environments.md", "docs/tools.md", "docs/*.md", "examples/**/*.md")
+PAGES = (
+    *("README.md", "docs/recipes.md", "docs/environments.md", "docs/tools.md", "docs/**/*.md", "examples/**/*.md"),
+    *("tour/*.md", "CONTRIBUTING.md"),
+)
 NOTEBOOKS = ("notebooks/*.ipynb",)
 NOT_PAGES = {
     "docs/LOG.md": "what was done on a day, with what there was then",
     "docs/defects.md": "what was wrong on a day",
-    "docs/algorithms.md": "made from the ladder; its commands name algorithms by NAME",
-    "docs/preferences.md": "made from the ladder of preferences; it prints formulas",
 }
 """Pages that nobody follows from top to bottom."""
 
@@ -42,11 +43,16 @@ class Exempt:
     why: str
 
 
-CHECKOUT = "needs the source tree; CI and `make everything` run it"
+CHECKOUT = "needs the source tree; suites of `make everything` run it"
+WRITES = "needs the source tree; it writes what the pages show, in minutes"
+MEASURES = "needs the source tree and minutes to hours: it takes a measurement that the log keeps with its date"
 NETWORK = "needs the network"
 EXEMPT = (
     Exempt("*", r"make\b", CHECKOUT),
-    Exempt("*", r"(python|python3) (benchmarks|tour|scripts|tests)/", CHECKOUT),
+    Exempt("*", r"(python|python3) (tour/|-m (posttrain\.api\.pages|scripts\.ci|tests\.first_hour)\b)", CHECKOUT),
+    Exempt("*", r"(\w+=\w+ )?python -m pytest\b", CHECKOUT),
+    Exempt("*", r"(python|python3) -m scripts\.site\.", WRITES),
+    Exempt("*", r"(python|python3) (-m )?benchmarks[./]", MEASURES),
     Exempt("*", r"(python|python3) -m venv", "the environment is there"),
     Exempt("*", r"(python|python3) -m posttrain\.engine\.vllm\.", "needs vLLM, which has an environment of its own"),
     Exempt("*", r".*\bengine=vllm\b", "needs vLLM, which has an environment of its own"),
@@ -54,9 +60,16 @@ EXEMPT = (
     Exempt("*", r".*\bdevice=cuda\b", "needs a GPU"),
     Exempt("*", r"(?s).*\bfrom trl import", "needs TRL, which the page compares with"),
     Exempt("*", r"(python|python3) -m verl\.", "is a command of verl, which the page compares with"),
-    Exempt("*", r"(jupyter|tensorboard)\b", "is a program of somebody else"),
+    Exempt("*", r"(hf|jupyter|tensorboard|trackio|wandb)\b", "is a program of somebody else"),
+    Exempt("*", r".*\btrackers=(wandb|trackio)\b", "needs a tracker that is not installed here"),
+    Exempt("*", r".*\bhub:", NETWORK),
+    Exempt(
+        "*",
+        r"pip install .*(vllm|posttrain\[(bench|all|nf4|adamw8bit|ray)\]|tensorboard|wandb|trackio|openai)",
+        NETWORK,
+    ),
+    Exempt("*", r"python -m http\.server\b", "goes on until somebody ends it"),
     Exempt("*", r".*\bjudge:", "needs a judge that was trained in full; tests/rooms/test_generative_judge.py has one"),
-    Exempt("*", r"pip install .*(vllm|posttrain\[(bench|all)\])", NETWORK),
 )
 
 
@@ -75,7 +88,13 @@ STANDS = (
     (re.compile(r"\bRUN\b"), GIVEN_RUN),
     (re.compile(r"\bRECIPE\b"), "arithmetic"),
     (re.compile(r"(?<=ladder )NAME\b"), "grpo"),
+    (re.compile(r"(?<=new env )NAME\b"), "another"),
     (re.compile(r"(?<= )openai/gsm8k\b"), "problems.jsonl"),
+    (re.compile(r"(?<=checkpoints/)NAME\b"), "best"),
+    (re.compile(r"\bFOLDER\b"), "taken"),
+    (re.compile(r"\bFILE\b(?!\.)"), "pairs.jsonl"),
+    (re.compile(r"(?<=--diff )A B\b"), "grpo dapo"),
+    (re.compile(r"(?<=--episode )N\b"), "0"),
     (re.compile(r"\bruns/a\b"), GIVEN_RUN),
     (re.compile(r"\bruns/b\b"), "runs/other"),
 )
@@ -119,6 +138,8 @@ def smaller(command: str, script: str = "") -> str:
         return with_words(
             command, toy(next((w for w in words[2:] if "=" not in w and not w.startswith("-")), ""), words)
         )
+    if words[:2] == ["posttrain", "ladder"]:  # of a run that a page has made small
+        return re.sub(r"--step \d+", f"--step {REINFORCE['steps']}", command)
     if words[:2] == ["posttrain", "check"]:
         few = re.sub(r"--tasks \d+", "--tasks 8", command)
         return few if "--tasks" in words else with_words(command, ["--tasks 8"])
