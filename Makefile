@@ -34,7 +34,7 @@ test: $(VENV)/dev.stamp
 # The conformance suite on vLLM, in process and as a server; the same files that `make test` runs on the embedded engine.
 # Then the Triton kernels by Triton's interpreter: this environment has triton.
 test-vllm: $(VLLM_VENV)/vllm.stamp
-	POSTTRAIN_ENGINES=vllm,vllm-server OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q $(addprefix tests/conformance/test_,contract.py many.py versions.py architectures.py server_life.py server_url.py vllm_adapters.py)
+	POSTTRAIN_ENGINES=vllm,vllm-server OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q $(addprefix tests/conformance/test_,contract.py many.py versions.py asked_ahead.py architectures.py server_life.py server_url.py vllm_adapters.py)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -rs tests/rooms/test_triton_tiles.py
 
 vllm: $(VLLM_VENV)/vllm.stamp

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import posttrain
-from benchmarks import asynchrony, grpo_work, head
+from benchmarks import asynchrony, asynchrony_arms, grpo_work, head
 from benchmarks.side import ROOT, Worker
 from benchmarks.updates_regions import ARMS
 from posttrain.core import reader
@@ -191,3 +192,38 @@ def test_a_side_that_asks_ahead_plays_the_given_work(tmp_path: Path) -> None:
         assert 0 < found["idle"] < found["seconds"] and found["most_behind"] == staleness
         spoken = {r["gauges"]["rollout/tokens"] for r in told["rows"]}
         assert len(spoken) == 1, "every step says the tokens of the table"
+
+
+def test_each_arm_of_asking_ahead_adds_one_thing() -> None:
+    settings = [a.settings for a in asynchrony_arms.ARMS.values()]
+    changed = [{n for n in a if a[n] != b[n]} for a, b in pairwise(settings[:5])]
+    assert changed == [{"staleness", "waits"}, {"algorithm"}, {"waits", "update"}, {"staleness"}]
+    left_out = [{n for n in a if a[n] != settings[4][n]} for a in settings[5:]]
+    assert left_out == [{"waits", "update"}, {"algorithm"}]
+
+
+def test_an_arm_is_compared_with_the_synchronous_side_of_its_round() -> None:
+    arms = asynchrony_arms
+    times = [
+        arms.ArmTime(arm, seed, seconds * (1 + seed), 1.0, behind)
+        for arm, seconds, behind in (("synchronous", 4.0, 0.0), ("staleness", 2.0, 1.5))
+        for seed in arms.SEEDS
+    ]
+    after = [arms.ArmAccuracy("staleness", seed, 0.5, 0.6 + seed / 10, 1.5, 2.0) for seed in arms.SEEDS]
+    lines = {line.split("**")[1]: line for line in arms.table(times, after) if "**" in line}
+    assert list(lines) == list(arms.ARMS)
+    assert lines["synchronous"].endswith("| 8.00 | 12% | 1.00x | 0.00 |  |  |")
+    assert lines["staleness"].endswith("| 4.00 | 25% | 2.00x | 1.50 | 0.700 | 0.600 |")
+
+
+@pytest.mark.prove
+def test_arms_play_what_they_say(tmp_path: Path) -> None:
+    """Where new weights wait for all answers, each step is said by one version; where not, by several."""
+    grpo_work.save_checkpoint(SMALL, tmp_path, 1024)
+    size = {"checkpoint": str(tmp_path), "prompts": 2, "siblings": 2, "slots": 8, "steps": 6, "minibatches": 2}
+    for arm in ("overlap", "partial rollouts"):
+        told = asynchrony.side(size | {"slow": 0.2, "lr": 1e-2, "heldout": 2} | asynchrony_arms.ARMS[arm].settings, 1)
+        behind = [r["gauges"]["rollout/versions_behind"] for r in told["rows"] if "rollout/tokens" in r["gauges"]]
+        assert behind[0] == 0 and max(behind) <= 1
+        assert (set(behind[1:]) == {1.0}) == (arm == "overlap"), behind
+        assert 0 < told["before"] < 1 and told["after"] != told["before"]
