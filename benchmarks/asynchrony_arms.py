@@ -7,26 +7,41 @@
 
 Every arm takes two optimizer steps a batch. The first is synchronous, each of the next four adds one thing, and the
 last two leave one of them out again. Times need a machine with nothing beside it and are measured on few steps of 32
-prompts x 8 answers. Accuracy is measured on more and smaller steps, with tools four times as fast, and needs no quiet:
-all arms learn from equally many samples. Results are written after each side, and a call goes on from them.
+prompts x 8 answers. Accuracy needs no quiet: as in `staleness.py` every arm learns arithmetic from the same start and
+equally many samples, and a tool interrupts each answer after every few tokens, so that an answer may be said by several
+versions. Results are written after each side, and a call goes on from them.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
+import random
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import posttrain
+from benchmarks.algorithms import accuracies as accuracies_of
 from benchmarks.asynchrony import POSITIONS, SIZE, measured, side
+from benchmarks.from_start import run_from, start
 from benchmarks.grpo_work import save_checkpoint
 from benchmarks.side import machine
+from benchmarks.whole_answers import whole_answers
+from posttrain.core import reader
+from posttrain.core.ladder import LADDER
+from posttrain.core.ports import Attempt, Talk
+from posttrain.core.run import Embedded
+from posttrain.core.types import Stop, Task
+from posttrain.core.verdict import Verdict
+from posttrain.environment.gallery import GALLERY
+from posttrain.environment.gallery.arithmetic import Arithmetic
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/asynchrony_arms.json"
@@ -43,7 +58,7 @@ class AsynchronyArm:
     staleness: int = 0
     waits: bool = False
     algorithm: str = "decoupled_ppo"
-    update: str = "drain"
+    update: Literal["drain", "inflight", "stale"] = "drain"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -56,22 +71,41 @@ ARMS: Mapping[str, AsynchronyArm] = {
     "skipped forward": AsynchronyArm("and no log-probs of the start of a step are computed (`a3po`)", 1, True, "a3po"),
     "partial rollouts": AsynchronyArm("and answers go on under new weights (`inflight`)", 1, False, "a3po", "inflight"),
     "staleness": AsynchronyArm("and a second step is asked ahead", 2, False, "a3po", "inflight"),
-    "all, but whole rollouts": AsynchronyArm("new weights wait for all answers", 2, True, "a3po"),
-    "all, but the forward": AsynchronyArm("log-probs of the start are computed", 2, False, "decoupled_ppo", "inflight"),
+    "no partial rollouts": AsynchronyArm("as `staleness`, but new weights wait for all answers", 2, True, "a3po"),
+    "no skipped forward": AsynchronyArm(
+        "as `staleness`, but log-probs of the start are computed", 2, False, "decoupled_ppo", "inflight"
+    ),
 }
 SEEDS = (0, 1, 2)
 BOTH: Mapping[str, Any] = {"minibatches": 2}
 TIMES: Mapping[str, Any] = {"steps": 6}
 """Of the synchronous side; two more for each step that is asked ahead, as in `asynchrony`."""
-ACCURACY: Mapping[str, Any] = {
-    "prompts": 8,
-    "siblings": 8,
-    "slots": 64,
-    "steps": 40,
-    "slow": 0.25,
-    "lr": 1e-3,
-    "heldout": 32,
-}
+ACCURACY: Mapping[str, Any] = {"prompts": 8, "siblings": 8, "steps": 48, "rate": 1e-3}
+PIECE = 4
+"""Tokens of an answer between two interruptions."""
+CUTS = 4
+"""Interruptions of an answer, at most."""
+FASTEST, SLOWEST = 0.005, 0.1
+"""Seconds of an interruption, log-uniform."""
+
+
+class Interrupted(Arithmetic):
+    """Sums whose answers are said in pieces, with a tool at work between them."""
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        talk.see(task.prompt)
+        for _ in range(CUTS):
+            said = await talk.say(PIECE)
+            if said.stop is Stop.SAID:
+                return said.stop
+            await asyncio.sleep(FASTEST * (SLOWEST / FASTEST) ** random.random())
+        return (await talk.say()).stop
+
+    def verify(self, attempt: Attempt) -> Verdict:
+        return super().verify(replace(attempt, turns=("".join(attempt.turns),)))
+
+
+GALLERY["interrupted"] = f"{__name__}:Interrupted"
 
 
 @dataclass(frozen=True)
@@ -94,10 +128,11 @@ class ArmAccuracy:
     arm: str
     seed: int
     before: float
-    """Held-out accuracy: the mean share of right symbols."""
+    """Held-out accuracy."""
     after: float
     behind: float
-    most_behind: float
+    mixed: float
+    """Share of the last answers that were said by more than one version."""
 
 
 def time_of(arm: str, seed: int, folder: str, threads: int) -> ArmTime:
@@ -108,19 +143,26 @@ def time_of(arm: str, seed: int, folder: str, threads: int) -> ArmTime:
     return ArmTime(arm, seed, found["seconds"], found["idle"], found["behind"])
 
 
-def accuracy_of(arm: str, seed: int, folder: str, threads: int) -> ArmAccuracy:
-    told = side({"checkpoint": folder, "seed": seed, **BOTH, **ACCURACY, **ARMS[arm].settings}, threads)
-    gauges = [r["gauges"] for r in told["rows"] if "rollout/tokens" in r["gauges"]]
-    behind = [g.get("rollout/versions_behind", 0.0) for g in gauges]
-    most = max(g.get("rollout/most_behind", 0.0) for g in gauges)
-    return ArmAccuracy(arm, seed, told["before"], told["after"], statistics.mean(behind), most)
+def accuracy_of(arm: str, seed: int, folder: Path, model: Path, **changes: Any) -> ArmAccuracy:
+    chosen, sizes = ARMS[arm], {**ACCURACY, **changes}
+    algorithm, name = LADDER[chosen.algorithm], arm.replace(" ", "_").replace(",", "")
+    run = run_from(model, algorithm, name=name, seed=seed, staleness=chosen.staleness, **BOTH, **sizes)
+    run = replace(run, env=replace(run.env, name="interrupted"), engine=Embedded(update=chosen.update))
+    with whole_answers(chosen.waits):
+        out = posttrain.run(run, out=folder / f"{name}-{seed}", quiet=True).folder
+    steps = [s for s in reader.steps(out) if "rollout/versions_behind" in s.gauges]
+    behind = statistics.mean(s.gauges["rollout/versions_behind"].mean for s in steps) if steps else 0.0
+    last = [e.episode for e in reader.episodes(out, "rl", sizes["steps"], "train")]
+    versions = [{int(v) for s in e.segments for v in s.version[s.mask]} for e in last]
+    before, after = (statistics.mean(accuracies_of(out, i).values()) for i in (0, sizes["steps"]))
+    return ArmAccuracy(arm, seed, before, after, behind, statistics.mean(len(v) > 1 for v in versions))
 
 
 def table(times: Sequence[ArmTime], accuracies: Sequence[ArmAccuracy]) -> Iterator[str]:
     """One line for each arm: medians of times, each beside the synchronous side of its round, and mean accuracies."""
     sync = {t.seed: t.seconds for t in times if t.arm == "synchronous"}
-    yield "| arm | s a step | idle | faster | steps behind, mean | accuracy after equal samples | worst seed |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
+    yield "| arm | s a step | idle | faster | steps behind | accuracy | worst seed | behind there | mixed there |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     for arm, chosen in ARMS.items():
         mine = [t for t in times if t.arm == arm]
         cells = ["", "", "", ""]
@@ -129,8 +171,12 @@ def table(times: Sequence[ArmTime], accuracies: Sequence[ArmAccuracy]) -> Iterat
             faster = statistics.median(sync[t.seed] / t.seconds for t in mine if t.seed in sync)
             behind = statistics.mean(t.behind for t in mine)
             cells = [f"{seconds:.2f}", f"{idle / seconds:.0%}", f"{faster:.2f}x", f"{behind:.2f}"]
-        after = [a.after for a in accuracies if a.arm == arm]
-        cells += [f"{statistics.mean(after):.3f}", f"{min(after):.3f}"] if after else ["", ""]
+        found = [a for a in accuracies if a.arm == arm]
+        if found:
+            after, old, mixed = (statistics.mean(getattr(a, f) for a in found) for f in ("after", "behind", "mixed"))
+            cells += [f"{after:.3f}", f"{min(a.after for a in found):.3f}", f"{old:.2f}", f"{mixed:.0%}"]
+        else:
+            cells += [""] * 4
         yield f"| **{arm}**: {chosen.words} | {' | '.join(cells)} |"
 
 
@@ -144,10 +190,12 @@ def told(times: Sequence[ArmTime], accuracies: Sequence[ArmAccuracy]) -> list[st
         "",
         *table(times, accuracies),
         "",
-        f"Times: medians of {rounds} rounds of few steps, 32 prompts x 8 answers, nothing beside it. Accuracy: means"
-        f" over seeds {seeds} after",
-        f"{ACCURACY['steps']} steps of {ACCURACY['prompts']} x {ACCURACY['siblings']} answers with tools four times as"
-        f" fast, AdamW at {ACCURACY['lr']:g}; {before:.3f} before. Two optimizer steps a batch in both.",
+        f"Times: medians of {rounds} rounds of few steps, 32 prompts x 8 answers of 3 turns, nothing beside it.",
+        f"Accuracy: held out, means over seeds {seeds} after equally many samples of another task: {ACCURACY['steps']}",
+        f"steps of {ACCURACY['prompts']} x {ACCURACY['siblings']} answers to sums, interrupted every {PIECE} tokens,"
+        f" AdamW at {ACCURACY['rate']:g}; {before:.3f} before.",
+        "Two optimizer steps a batch in both. *Steps behind*: mean age of a token. *Mixed*: answers said by several"
+        " versions.",
         "",
         END,
     ]
@@ -178,23 +226,26 @@ def main() -> None:
     parser.add_argument("what", choices=("times", "accuracy", "page"))
     parser.add_argument("--only", default=",".join(ARMS), help="comma-separated arms")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of the sides whose time is measured")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no side after this time")
+    parser.add_argument("--keep", type=Path, help="folder for the taught starts, which further calls then find made")
     parser.add_argument("--dry", action="store_true", help="print the rows, write nothing")
     options = parser.parse_args()
     times, accuracies = read()
     begun = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        save_checkpoint(SIZE, Path(folder), POSITIONS)
-        for seed, arm in ((int(s), a) for s in options.seeds.split(",") for a in options.only.split(",")):
-            known = {(r.arm, r.seed) for r in (times if options.what == "times" else accuracies)}
-            late = time.perf_counter() - begun > options.seconds
-            if options.what == "page" or (arm, seed) in known or late:
+    known = {(r.arm, r.seed) for r in (times if options.what == "times" else accuracies)}
+    wanted = [(a, int(s)) for s in options.seeds.split(",") for a in options.only.split(",")]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if options.what == "times":
+            save_checkpoint(SIZE, folder, POSITIONS)
+        for arm, seed in wanted if options.what != "page" else ():
+            if (arm, seed) in known or time.perf_counter() - begun > options.seconds:
                 continue
             if options.what == "times":
-                times.append(time_of(arm, seed, folder, options.threads))
+                times.append(time_of(arm, seed, scratch, options.threads))
             else:
-                accuracies.append(accuracy_of(arm, seed, folder, options.threads))
+                accuracies.append(accuracy_of(arm, seed, folder, start(seed, options.keep or folder)))
             print((times if options.what == "times" else accuracies)[-1], flush=True)
             if not options.dry:
                 write(times, accuracies, options.threads)

@@ -21,13 +21,13 @@ from typing import Any, Literal
 
 import numpy as np
 from grpo_work import LR, SYMBOLS, prompt, reward
+from whole_answers import whole_answers
 
 from posttrain.api.build import facts, make_parts, make_policy, use_threads
 from posttrain.api.target import keep_policy
 from posttrain.controller.interrupt import Stopper
 from posttrain.controller.parts import RunParts
-from posttrain.controller.stages import Progress, StageResult, Stages
-from posttrain.controller.stages.reinforce import ReinforceDriver
+from posttrain.controller.stages import Progress, Stages
 from posttrain.core.algorithm import patch
 from posttrain.core.book import Book
 from posttrain.core.gauge import Step
@@ -38,8 +38,6 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.single import Generated, SingleTurn
-from posttrain.role.group_queue import GroupQueue, GroupSource
-from posttrain.role.prompts import Prompts
 
 TURNS = 3
 MEAN, CAP = 8.0, 48
@@ -64,11 +62,6 @@ class SideJob:
     waits: bool = False
     """New weights wait until all answers that were begun have ended, as in a deterministic run."""
     minibatches: int = 1
-    lr: float = LR
-    slow: float = 1.0
-    """Factor of the seconds of tools."""
-    heldout: int = 0
-    """Prompts on which accuracy is measured before and after."""
     seed: int = 0
 
 
@@ -90,10 +83,6 @@ def waits(count: int) -> np.ndarray:
     return quantiles(count, lambda q: FASTEST * (SLOWEST / FASTEST) ** q, 8)
 
 
-def tool_task(index: int) -> Task:
-    return Task(f"t{index}", prompt(index), info={"index": index})
-
-
 @dataclass(frozen=True, kw_only=True)
 class ToolCalls(SingleTurn):
     """Three turns, with a tool call after the first two. Lengths of turns and seconds of tools come from tables, so
@@ -101,9 +90,6 @@ class ToolCalls(SingleTurn):
 
     episodes: int
     """Of a step."""
-    slow: float = 1.0
-    measured: int = 0
-    """Held-out prompts."""
     played: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -116,11 +102,11 @@ class ToolCalls(SingleTurn):
 
     @property
     def train(self) -> TaskSource:
-        return Generated(tool_task)
+        return Generated(lambda index: Task(f"t{index}", prompt(index), info={"index": index}))
 
     @property
     def heldout(self) -> Sequence[Task]:
-        return [tool_task(10**9 + i) for i in range(self.measured)]
+        return ()
 
     def key(self, task: Task) -> Hashable:
         return task.prompt
@@ -146,7 +132,7 @@ class ToolCalls(SingleTurn):
             at = (first + turn) % count
             await talk.say(int(lengths(count)[at]))
             if turn < TURNS - 1:
-                await asyncio.sleep(self.slow * float(waits(count)[at]))
+                await asyncio.sleep(float(waits(count)[at]))
                 talk.see(SYMBOLS[turn] * 4)
         return Stop.TURNS
 
@@ -202,13 +188,13 @@ def make_run(job: SideJob) -> Run:
         name="rl",
         algorithm=patch(known, "measured", "-", pull=None) if known.pull else known,
         sampling=Sampling(max_tokens=CAP, stop_ids=()),
-        optimizer=Optimizer(lr=job.lr, warmup=0),
+        optimizer=Optimizer(lr=LR, warmup=0),
         prompts=job.prompts,
         siblings=job.siblings,
         minibatches=job.minibatches,
         staleness=job.staleness,
         steps=job.steps,
-        eval=job.heldout > 0,
+        eval=False,
         eval_every=0,
         checkpoint_every=0,
         micro_tokens=8192,
@@ -226,32 +212,14 @@ def make_run(job: SideJob) -> Run:
     )
 
 
-async def play(parts: RunParts) -> StageResult:
-    progress = Progress()
-    for stage in Stages(parts, progress, Stopper()).left():
+async def play(parts: RunParts) -> None:
+    for stage in Stages(parts, Progress(), Stopper()).left():
         await stage.run()
-    return progress.results[-1]
-
-
-def wait_for_answers() -> None:
-    """Queues of this process wait for all answers that were begun before new weights come."""
-    made = ReinforceDriver._groups
-
-    def waiting(self: ReinforceDriver, prompts: Prompts, sampling: Sampling) -> GroupSource:
-        groups = made(self, prompts, sampling)
-        if isinstance(groups, GroupQueue):
-            groups.deterministic = True
-        return groups
-
-    ReinforceDriver._groups = waiting  # type: ignore[method-assign]
 
 
 def main() -> None:
     job = SideJob(**json.loads(sys.stdin.readline()))
-    run = make_run(job)
-    env = ToolCalls(episodes=job.prompts * job.siblings, slow=job.slow, measured=job.heldout)
-    if job.waits:
-        wait_for_answers()
+    run, env = make_run(job), ToolCalls(episodes=job.prompts * job.siblings)
     threads = use_threads(run.threads)
     policy = make_policy(run, env)
     loop = IdleLoop()
@@ -259,15 +227,15 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         Book.create(Path(folder) / "run", run, facts(policy, threads)) as book,
+        whole_answers(job.waits),
     ):
         keep_policy(book, policy)
         parts = make_parts(run, policy, env, book, [clock])
         asyncio.set_event_loop(loop)
         begun = {"at": time.perf_counter(), "idle": loop.idle}
-        result = loop.run_until_complete(play(parts))
+        loop.run_until_complete(play(parts))
         parts.close()
-    told = {"before": result.reward_before, "after": result.reward and result.reward[0]}
-    print(json.dumps({"job": asdict(job), "begun": begun, "rows": clock.rows} | told), flush=True)
+    print(json.dumps({"job": asdict(job), "begun": begun, "rows": clock.rows}), flush=True)
 
 
 if __name__ == "__main__":

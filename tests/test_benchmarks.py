@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +28,7 @@ from posttrain.core.reward_head import HeadShape
 from posttrain.core.run import Optimizer
 from posttrain.engine.heads import RewardHead
 from tests import faulty
+from tests.tiny import tiny_run
 
 SMALL = grpo_work.Size(hidden=32, layers=1, heads=2, kv_heads=2, ffn=64, search=1, tries=1, repeats=1)
 
@@ -218,12 +220,12 @@ def test_an_arm_is_compared_with_the_synchronous_side_of_its_round() -> None:
 
 @pytest.mark.prove
 def test_arms_play_what_they_say(tmp_path: Path) -> None:
-    """Where new weights wait for all answers, each step is said by one version; where not, by several."""
-    grpo_work.save_checkpoint(SMALL, tmp_path, 1024)
-    size = {"checkpoint": str(tmp_path), "prompts": 2, "siblings": 2, "slots": 8, "steps": 6, "minibatches": 2}
-    for arm in ("overlap", "partial rollouts"):
-        told = asynchrony.side(size | {"slow": 0.2, "lr": 1e-2, "heldout": 2} | asynchrony_arms.ARMS[arm].settings, 1)
-        behind = [r["gauges"]["rollout/versions_behind"] for r in told["rows"] if "rollout/tokens" in r["gauges"]]
-        assert behind[0] == 0 and max(behind) <= 1
-        assert (set(behind[1:]) == {1.0}) == (arm == "overlap"), behind
-        assert 0 < told["before"] < 1 and told["after"] != told["before"]
+    """Where new weights wait for whole answers, every answer is said by one version; where not, some by several."""
+    taught = replace(tiny_run(), stages=tiny_run().stages[:1])
+    model = tmp_path / "start"
+    posttrain.export(posttrain.run(taught, out=tmp_path / "sft", quiet=True).folder, model)
+    sizes = {"prompts": 4, "siblings": 4, "steps": 5}
+    found = {a: asynchrony_arms.accuracy_of(a, 0, tmp_path, model, **sizes) for a in ("overlap", "partial rollouts")}
+    assert found["overlap"].mixed == 0 < found["partial rollouts"].mixed
+    assert found["overlap"].behind == pytest.approx(0.8), "but for the first of five steps all are one step behind"
+    assert 0 < found["partial rollouts"].behind <= 1
