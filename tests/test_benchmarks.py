@@ -211,11 +211,11 @@ def test_an_arm_is_compared_with_the_synchronous_side_of_its_round() -> None:
         for arm, seconds, behind in (("synchronous", 4.0, 0.0), ("staleness", 2.0, 1.5))
         for seed in arms.SEEDS
     ]
-    after = [arms.ArmAccuracy("staleness", seed, 0.5, 0.6 + seed / 10, 1.5, 2.0) for seed in arms.SEEDS]
+    after = [arms.ArmAccuracy("staleness", seed, 0.5, 0.6 + seed / 10, 1.25, 0.5) for seed in arms.SEEDS]
     lines = {line.split("**")[1]: line for line in arms.table(times, after) if "**" in line}
     assert list(lines) == list(arms.ARMS)
-    assert lines["synchronous"].endswith("| 8.00 | 12% | 1.00x | 0.00 |  |  |")
-    assert lines["staleness"].endswith("| 4.00 | 25% | 2.00x | 1.50 | 0.700 | 0.600 |")
+    assert lines["synchronous"].endswith("| 8.00 | 12% | 1.00x | 0.00 |  |  |  |  |")
+    assert lines["staleness"].endswith("| 4.00 | 25% | 2.00x | 1.50 | 0.700 | 0.600 | 1.25 | 50% |")
 
 
 @pytest.mark.prove
