@@ -41,4 +41,4 @@ class ImitationCheck(Observer):
         if not len(prompt):
             return
         first = int(batch.source_M[0]) + 1
-        same_question(batch.ids_N[:first], np.asarray(roles.dialogue(task.id).see(prompt)), roles.text)
+        same_question(batch.ids_N[:first], np.asarray(roles.dialogue(task.id).see(prompt, task.tools)), roles.text)

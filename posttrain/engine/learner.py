@@ -311,7 +311,7 @@ class _PackedReader:
             self._proved = True
         return logprobs(
             hidden,
-            out.weight,
+            out.weight_to_read(),
             out.bias,
             _to(packed.target_M, hidden.device),
             want_entropy=entropy,

@@ -65,8 +65,9 @@ class JudgedColumns(Columns):
     labels_column: str = "labels"
     """The column of a label for each step: true or false; or 1 right, 0 neutral, -1 wrong."""
     tools_column: str = "tools"
-    """The column of the tools that a judged row's prompt of messages offers: a list of JSON schemas, or that list as
-    text. Its chat template writes them, and nothing runs them; empty: the column is one of the further ones."""
+    """The column of the tools that a prompt of messages offers, of a row with completions: a list of JSON schemas, or
+    that list as text. Its chat template writes them, and nothing runs them; empty: the column is one of the further
+    ones."""
     zero_label: str = ""
     """What a step label 0 means where the data has no -1: neutral or wrong."""
     ratings_column: str = "ratings"

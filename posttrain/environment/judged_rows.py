@@ -48,7 +48,7 @@ def read_row(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptR
             row = _steps(place, standard(place, data, c), c)
             return replace(row, judged=row.judged and replace(row.judged, zero_is_neutral=True))
         kind = kind_of(place, data, c)
-        return row_of(place, data, c) if kind == "none" else READERS[kind](place, data, c)
+        return _demonstration(place, data, c) if kind == "none" else READERS[kind](place, data, c)
     except UnfitRow as unfit:
         if unfit.finding in c.left_out:
             return unfit
@@ -215,17 +215,36 @@ def _prompt(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> str | tu
     return prompt
 
 
+def _demonstration(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
+    """A row in which nothing was judged. The tools beside a completion belong to its prompt."""
+    row = row_of(place, data, c)
+    if row.completion is None:
+        return row
+    tools, info = _offered(place, data, c, row.task.prompt), dict(row.task.info)
+    if tools:
+        info.pop(c.tools_column)
+    return replace(row, task=replace(row.task, tools=tools, info=info), key=digest(row.task.prompt, tools))
+
+
 def _row(
     place: Place, data: Mapping[str, Any], c: JudgedColumns, found: Sides, judged: JudgedRow, read: set[str]
 ) -> PromptRow:
+    tools = _offered(place, data, c, found.prompt)
+    task = replace(task_of(place, data, c, found.prompt, read | ({c.tools_column} if tools else set())), tools=tools)
+    return PromptRow(task, None, digest(task.prompt, tools), place, judged)
+
+
+def _offered(
+    place: Place, data: Mapping[str, Any], c: JudgedColumns, prompt: str | tuple[Message, ...]
+) -> tuple[Mapping[str, Any], ...]:
+    """The tools of a row, whose prompt is messages."""
     tools = tools_of(place, data, c)
-    if tools and isinstance(found.prompt, str):
+    if tools and isinstance(prompt, str):
         raise DataError(
             f"{place}: {c.tools_column!r} offers tools, which a chat template writes, and the prompt is text: write it"
             " as messages, or set env.args.tools_column= where the column holds something else"
         )
-    task = replace(task_of(place, data, c, found.prompt, read | ({c.tools_column} if tools else set())), tools=tools)
-    return PromptRow(task, None, digest(task.prompt, tools), place, judged)
+    return tools
 
 
 def tools_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> tuple[Mapping[str, Any], ...]:
@@ -240,7 +259,10 @@ def tools_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> tuple[M
     if given is None or given in ([], ""):
         return ()
     if not isinstance(given, list) or not all(isinstance(t, Mapping) for t in given):
-        raise DataError(f"{place}: {c.tools_column!r} is {kind_words(given)}, wanted a list of tools, each an object")
+        raise DataError(
+            f"{place}: {c.tools_column!r} is {kind_words(given)}, wanted a list of tools, each an object;"
+            " set env.args.tools_column= where the column holds something else"
+        )
     for i, tool in enumerate(given):
         inner = tool.get("function", tool)
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or not inner["name"]:

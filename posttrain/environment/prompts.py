@@ -75,11 +75,12 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
         """In order of the prompts' digests, so that the order does not depend on the file's either."""
-        return tuple(r.task for r in sorted(self.rows, key=lambda r: (r.key, r.task.id)) if r.key in self._held)
+        held = sorted((r for r in self.rows if r.key in self._held), key=lambda r: (r.key, r.task.id))
+        return tuple(self._with_tools(r.task) for r in held)
 
     @cached_property
     def train(self) -> TaskSource:
-        return Listed(tuple(r.task for r in self.rows if r.key not in self._held))
+        return Listed(tuple(self._with_tools(r.task) for r in self.rows if r.key not in self._held))
 
     @cached_property
     def alphabet(self) -> str:
@@ -130,6 +131,10 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         if self._offered is None:
             return task.tools
         return () if isinstance(task.prompt, str) else self._offered.box(task).schemas
+
+    def _with_tools(self, task: Task) -> Task:
+        """The task with the tools that its prompt offers, so that what imitates shows them as a rollout does."""
+        return task if self._offered is None else replace(task, tools=tuple(self.tools_of(task)))
 
     async def play(self, task: Task, talk: Talk) -> Stop:
         if self._offered is None:

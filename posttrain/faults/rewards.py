@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.streams import MARGIN, SIDE
+from posttrain.core.streams import MARGIN, REFERENCE, SIDE
 from posttrain.core.types import Segment
 from posttrain.faults.registry import fault
 
@@ -94,6 +94,43 @@ def _(real: Real) -> Real:
         return replace(terms, loss=terms.loss + self.centre * gap.square().mean())
 
     return ordered
+
+
+LANGUAGE = ("rm.regularise=dpo", "rm.alpha=.3")
+"""The language head learns as well, from log-probs beside a reference."""
+
+
+@fault(
+    "language_head_sides_swapped",
+    seam="posttrain.algorithm.ranking:RankingLoss._regularised",
+    what="the language head of a reward model learns to prefer the rejected completions",
+    harm="the layers that both heads read are pulled two ways, and the reward model transfers worse than without",
+    source="2406.10216, equations 5 and 6: which side the language loss favours",
+    shows=LANGUAGE,
+    needs="reward_model",
+)
+def _(real: Real) -> Real:
+    def regularised(self: Any, read: Any, terms: Any, logp: Any) -> Any:
+        return real(replace(self, beta=-self.beta), read, terms, logp)
+
+    return regularised
+
+
+@fault(
+    "language_head_without_its_reference",
+    seam="posttrain.algorithm.ranking:RankingLoss._regularised",
+    what="the reference's log-probs are left out of the language head's loss",
+    harm="long and rare completions count as disliked before anything was learned",
+    source="2406.10216, equation 5: the ratio to the reference",
+    shows=LANGUAGE,
+    needs="reward_model",
+)
+def _(real: Real) -> Real:
+    def regularised(self: Any, read: Any, terms: Any, logp: Any) -> Any:
+        read.batch = read.batch.having({REFERENCE: np.zeros_like(read.batch[REFERENCE])})
+        return real(self, read, terms, logp)
+
+    return regularised
 
 
 # --- the policy is paid by it ----------------------------------------------------------------------------------------
