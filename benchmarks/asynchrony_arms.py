@@ -85,8 +85,13 @@ PIECE = 4
 """Tokens of an answer between two interruptions."""
 CUTS = 4
 """Interruptions of an answer, at most."""
-FASTEST, SLOWEST = 0.005, 0.1
+FASTEST, SLOWEST = 0.005, 0.15
 """Seconds of an interruption, log-uniform."""
+
+
+def rests(answer: str) -> tuple[str, ...]:
+    """What a script has left to say in each turn: it is cut off after `PIECE` characters, and goes on in the next."""
+    return tuple(answer[at:] for at in range(0, max(1, len(answer)), PIECE))
 
 
 class Interrupted(Arithmetic):
@@ -103,6 +108,12 @@ class Interrupted(Arithmetic):
 
     def verify(self, attempt: Attempt) -> Verdict:
         return super().verify(replace(attempt, turns=("".join(attempt.turns),)))
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return rests(*super().gold(task))
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        return rests(*super().distractor(task))
 
 
 GALLERY["interrupted"] = f"{__name__}:Interrupted"
