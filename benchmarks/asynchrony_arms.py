@@ -179,9 +179,14 @@ def table(times: Sequence[ArmTime], accuracies: Sequence[ArmAccuracy]) -> Iterat
         cells = ["", "", "", ""]
         if mine:
             seconds, idle = (statistics.median(getattr(t, f) for t in mine) for f in ("seconds", "idle"))
-            faster = statistics.median(sync[t.seed] / t.seconds for t in mine if t.seed in sync)
-            behind = statistics.mean(t.behind for t in mine)
-            cells = [f"{seconds:.2f}", f"{idle / seconds:.0%}", f"{faster:.2f}x", f"{behind:.2f}"]
+            ratios = [sync[t.seed] / t.seconds for t in mine if t.seed in sync]
+            faster = f"{statistics.median(ratios):.2f}x" if ratios else ""
+            cells = [
+                f"{seconds:.2f}",
+                f"{idle / seconds:.0%}",
+                faster,
+                f"{statistics.mean(t.behind for t in mine):.2f}",
+            ]
         found = [a for a in accuracies if a.arm == arm]
         if found:
             after, old, mixed = (statistics.mean(getattr(a, f) for a in found) for f in ("after", "behind", "mixed"))
@@ -193,23 +198,26 @@ def table(times: Sequence[ArmTime], accuracies: Sequence[ArmAccuracy]) -> Iterat
 
 def told(times: Sequence[ArmTime], accuracies: Sequence[ArmAccuracy]) -> list[str]:
     """The part of docs/staleness.md."""
-    before = statistics.mean(a.before for a in accuracies) if accuracies else math.nan
-    seeds = ", ".join(map(str, sorted({a.seed for a in accuracies})))
-    rounds = len({t.seed for t in times})
-    return [
+    whole = len(ARMS) * len(SEEDS)
+    lines = [
         BEGIN,
         "",
         *table(times, accuracies),
         "",
-        f"Times: medians of {rounds} rounds of few steps, 32 prompts x 8 answers of 3 turns, nothing beside it.",
-        f"Accuracy: held out, means over seeds {seeds} after equally many samples of another task: {ACCURACY['steps']}",
-        f"steps of {ACCURACY['prompts']} x {ACCURACY['siblings']} answers to sums, interrupted every {PIECE} tokens,"
-        f" AdamW at {ACCURACY['rate']:g}; {before:.3f} before.",
-        "Two optimizer steps a batch in both. *Steps behind*: mean age of a token. *Mixed*: answers said by several"
-        " versions.",
-        "",
-        END,
+        f"Times: medians of up to {len(SEEDS)} rounds of few steps, 32 prompts x 8 answers of 3 turns, nothing beside"
+        " it; *faster* than the synchronous",
+        f"side of the round. Accuracy: held out, means over seeds after equally many samples of another task:"
+        f" {ACCURACY['steps']} steps of",
+        f"{ACCURACY['prompts']} x {ACCURACY['siblings']} answers to sums, interrupted every {PIECE} tokens, AdamW at"
+        f" {ACCURACY['rate']:g}. Two optimizer steps a batch in both.",
+        "*Steps behind*: mean age of a token. *Mixed*: answers said by several versions.",
     ]
+    if accuracies:
+        lines[-1] += f" Accuracy of the start: {statistics.mean(a.before for a in accuracies):.3f}."
+    if len(times) < whole or len(accuracies) < whole:
+        missing = f"{whole - len(times)} of {whole} times and {whole - len(accuracies)} of {whole} accuracies"
+        lines += ["", f"**Incomplete:** {missing} are missing; `python -m benchmarks.asynchrony_arms` makes them."]
+    return [*lines, "", END]
 
 
 def read() -> tuple[list[ArmTime], list[ArmAccuracy]]:
