@@ -94,7 +94,7 @@ def rests(answer: str) -> tuple[str, ...]:
     return tuple(answer[at:] for at in range(0, max(1, len(answer)), PIECE))
 
 
-class Interrupted(Arithmetic):
+class InterruptedSums(Arithmetic):
     """Sums whose answers are said in pieces, with a tool at work between them."""
 
     async def play(self, task: Task, talk: Talk) -> Stop:
@@ -116,7 +116,7 @@ class Interrupted(Arithmetic):
         return rests(*super().distractor(task))
 
 
-GALLERY["interrupted"] = f"{__name__}:Interrupted"
+GALLERY["interrupted"] = f"{__name__}:InterruptedSums"
 
 
 @dataclass(frozen=True)
