@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import posttrain
-from benchmarks.algorithms import accuracies as accuracies_of
 from benchmarks.asynchrony import POSITIONS, SIZE, measured, side
 from benchmarks.from_start import run_from, start
 from benchmarks.grpo_work import save_checkpoint
@@ -160,13 +159,16 @@ def accuracy_of(arm: str, seed: int, folder: Path, model: Path, **changes: Any) 
     run = run_from(model, algorithm, name=name, seed=seed, staleness=chosen.staleness, **BOTH, **sizes)
     run = replace(run, env=replace(run.env, name="interrupted"), engine=Embedded(update=chosen.update))
     with whole_answers(chosen.waits):
-        out = posttrain.run(run, out=folder / f"{name}-{seed}", quiet=True).folder
+        done = posttrain.run(run, out=folder / f"{name}-{seed}", quiet=True)
+    out, stage = done.folder, done.stages[-1]
+    assert stage.before is not None and stage.accuracy is not None
     steps = [s for s in reader.steps(out) if "rollout/versions_behind" in s.gauges]
     behind = statistics.mean(s.gauges["rollout/versions_behind"].mean for s in steps) if steps else 0.0
     last = [e.episode for e in reader.episodes(out, "rl", sizes["steps"], "train")]
     versions = [{int(v) for s in e.segments for v in s.version[s.mask]} for e in last]
-    before, after = (statistics.mean(accuracies_of(out, i).values()) for i in (0, sizes["steps"]))
-    return ArmAccuracy(arm, seed, before, after, behind, statistics.mean(len(v) > 1 for v in versions))
+    return ArmAccuracy(
+        arm, seed, stage.before, stage.accuracy[0], behind, statistics.mean(len(v) > 1 for v in versions)
+    )
 
 
 def table(times: Sequence[ArmTime], accuracies: Sequence[ArmAccuracy]) -> Iterator[str]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -22,13 +21,14 @@ import posttrain
 from benchmarks import asynchrony, asynchrony_arms, grpo_work, head
 from benchmarks.side import ROOT, Worker
 from benchmarks.updates_regions import ARMS
+from benchmarks.whole_answers import whole_answers
 from posttrain.core import reader
 from posttrain.core.gauge import merge
 from posttrain.core.reward_head import HeadShape
 from posttrain.core.run import Optimizer
 from posttrain.engine.heads import RewardHead
 from tests import faulty
-from tests.tiny import tiny_run
+from tests.late import Late, episodes_of, late_run
 
 SMALL = grpo_work.Size(hidden=32, layers=1, heads=2, kv_heads=2, ffn=64, search=1, tries=1, repeats=1)
 
@@ -219,13 +219,16 @@ def test_an_arm_is_compared_with_the_synchronous_side_of_its_round() -> None:
 
 
 @pytest.mark.prove
-def test_arms_play_what_they_say(tmp_path: Path) -> None:
-    """Where new weights wait for whole answers, every answer is said by one version; where not, some by several."""
-    taught = replace(tiny_run(), stages=tiny_run().stages[:1])
-    model = tmp_path / "start"
-    posttrain.export(posttrain.run(taught, out=tmp_path / "sft", quiet=True).folder, model)
-    sizes = {"prompts": 4, "siblings": 4, "steps": 5}
-    found = {a: asynchrony_arms.accuracy_of(a, 0, tmp_path, model, **sizes) for a in ("overlap", "partial rollouts")}
-    assert found["overlap"].mixed == 0 < found["partial rollouts"].mixed
-    assert found["overlap"].behind == pytest.approx(0.8), "but for the first of five steps all are one step behind"
-    assert 0 < found["partial rollouts"].behind <= 1
+def test_new_weights_wait_for_whole_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then every answer is said by one version; else some are said by two."""
+    monkeypatch.setattr(Late, "slowest", 0.15)
+    mixed = dict[bool, list[bool]]()
+    for wanted in (True, False):
+        with whole_answers(wanted):
+            run = late_run(1, deterministic=False, eval_every=0, checkpoint_every=0)
+            folder = posttrain.run(run, out=tmp_path / str(wanted), quiet=True).folder
+        rows = [r for r in reader.episode_files(folder) if (r.stage, r.kind) == ("rl", "train")]
+        said = [e.episode.segments for r in rows for e in episodes_of(r)]
+        mixed[wanted] = [len({int(v) for s in segments for v in s.version[s.mask]}) > 1 for segments in said]
+    assert len(mixed[True]) == len(mixed[False]) == 6 * 4 * 4
+    assert not any(mixed[True]) and any(mixed[False])
