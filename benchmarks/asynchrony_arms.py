@@ -106,7 +106,8 @@ class InterruptedSums(Arithmetic):
         return (await talk.say()).stop
 
     def verify(self, attempt: Attempt) -> Verdict:
-        return super().verify(replace(attempt, turns=("".join(attempt.turns),)))
+        pieces = "".join(attempt.turns).replace("\n", "")  # a record joins turns by it, and no sum has one
+        return super().verify(replace(attempt, turns=(pieces,)))
 
     def gold(self, task: Task) -> tuple[str, ...]:
         return rests(*super().gold(task))
