@@ -22,7 +22,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version
 
 DOCS_VENV ?= .venv-docs
 
-.PHONY: run test test-vllm vllm prove parity docs test-docs lint everything landing clean
+.PHONY: run test test-vllm test-vllm-ahead vllm prove parity docs test-docs lint everything landing clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -34,8 +34,12 @@ test: $(VENV)/dev.stamp
 # The conformance suite on vLLM, in process and as a server; the same files that `make test` runs on the embedded engine.
 # Then the Triton kernels by Triton's interpreter: this environment has triton.
 test-vllm: $(VLLM_VENV)/vllm.stamp
-	POSTTRAIN_ENGINES=vllm,vllm-server OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q $(addprefix tests/conformance/test_,contract.py many.py versions.py asked_ahead.py architectures.py server_life.py server_url.py vllm_adapters.py)
+	POSTTRAIN_ENGINES=vllm,vllm-server OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q $(addprefix tests/conformance/test_,contract.py many.py versions.py architectures.py server_life.py server_url.py vllm_adapters.py)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -rs tests/rooms/test_triton_tiles.py
+
+# A run that asks a step ahead, on vLLM in process and as a server; `make test` plays it on the embedded engine.
+test-vllm-ahead: $(VLLM_VENV)/vllm.stamp
+	POSTTRAIN_ENGINES=vllm,vllm-server OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q tests/conformance/test_asked_ahead.py
 
 vllm: $(VLLM_VENV)/vllm.stamp
 

@@ -38,7 +38,8 @@ from tests.tiny import tiny_run
 pytestmark = pytest.mark.prove
 
 KILLS = int(os.environ.get("POSTTRAIN_SWEEP_KILLS", "20"))
-INSIDE = 5
+INSIDE = (2, 5)
+"""Which checkpoints are cut: one of the imitation, one of the reinforcement."""
 
 
 def sweep_run(staleness: int = 0) -> Run:
@@ -144,19 +145,19 @@ def test_twice_the_same(whole: Whole, tmp_path: Path) -> None:
 
 def test_killed_at_any_instant(whole: Whole, tmp_path: Path) -> None:
     """SIGKILL at instants uniform over the wall time of the run."""
-    count = max(1, KILLS // 4) if whole.staleness else KILLS
+    count = max(1, KILLS // 10) if whole.staleness else KILLS
     for i, instant in enumerate(instants(whole.seconds, count)):
         kill_after(instant, start(tmp_path / f"run{i}", whole.run))
         again = finish(tmp_path / f"run{i}", whole.run)
         assert again == whole.digest, f"killed after {instant:.3f} s, resumed, and differs"
 
 
-@pytest.mark.parametrize("staleness", [1, 4])
+@pytest.mark.parametrize("staleness", [4])
 def test_a_free_run_killed_at_any_instant_loses_and_doubles_nothing(staleness: int, tmp_path: Path) -> None:
     run = late_run(staleness, deterministic=False, steps=8)
     begun = time.monotonic()
     finish(tmp_path / "whole", run)
-    for i, instant in enumerate(instants(time.monotonic() - begun, max(1, KILLS // 4))):
+    for i, instant in enumerate(instants(time.monotonic() - begun, max(1, KILLS // 10))):
         kill_after(instant, start(tmp_path / f"run{i}", run))
         finish(tmp_path / f"run{i}", run)
         nothing_lost_or_doubled(tmp_path / f"run{i}", run)
@@ -164,7 +165,7 @@ def test_a_free_run_killed_at_any_instant_loses_and_doubles_nothing(staleness: i
         assert max(behind) <= staleness, f"killed after {instant:.3f} s, and a token is older than promised"
 
 
-@pytest.mark.parametrize("call", range(1, INSIDE + 1))
+@pytest.mark.parametrize("call", INSIDE)
 def test_killed_inside_a_checkpoint_write(whole: Whole, tmp_path: Path, call: int) -> None:
     """SIGKILL in the middle of the n-th checkpoint: after its weights, before its optimizer state is whole."""
     folder = tmp_path / "run"
