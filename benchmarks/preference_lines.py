@@ -38,9 +38,10 @@ from preference_predictions import BATCH, FAILS, FOUND, LR, STEPS
 
 import posttrain
 from posttrain.algorithm.preference_whole import scores_of
-from posttrain.api.build import facts, make_parts, make_policy, use_threads
+from posttrain.api.build import facts, make_parts, make_policy
 from posttrain.api.environments import make_environment
 from posttrain.api.target import keep_policy
+from posttrain.api.torch_settings import use_threads
 from posttrain.controller.interrupt import Stopper
 from posttrain.controller.parts import RunParts
 from posttrain.controller.stages import Progress, Stages

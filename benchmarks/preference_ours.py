@@ -21,11 +21,12 @@ from grpo_work import StepMemory, Wire, memory_mb
 from preference_work import BETA, LR, PairJob
 
 from posttrain.api import overrides as dotted
-from posttrain.api.build import facts, make_parts, make_policy, use_threads
+from posttrain.api.build import facts, make_parts, make_policy
 from posttrain.api.defaults import Choices
 from posttrain.api.environments import make_environment
 from posttrain.api.measure import model_size
 from posttrain.api.target import keep_policy
+from posttrain.api.torch_settings import use_threads
 from posttrain.controller.interrupt import Stopper
 from posttrain.controller.stages import Progress, Stages
 from posttrain.core.book import Book

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +17,10 @@ from typing import Any
 
 import posttrain
 from posttrain.core import reader
+from posttrain.core.asker import asker
 from posttrain.core.env import Reward
 from posttrain.core.errors import PosttrainError
+from posttrain.core.placement import Processes
 from posttrain.core.ports import Talk
 from posttrain.core.preference_stage import OnlinePreference, Preference
 from posttrain.core.rejection import STAR, Rejection
@@ -82,9 +87,34 @@ class Waits(Twice):
         return (await talk.say()).stop
 
 
+class Struck(Waits):
+    """The same, and one engine of the run is killed while it says the answers of the second step."""
+
+    played = 0
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        who = asker()
+        self.played += who is not None and who.stream.startswith("train")
+        if self.played == STRUCK:
+            self.played += 1
+            os.kill(engine_processes()[0], signal.SIGKILL)
+        return await super().play(task, talk)
+
+
+STRUCK = 30
+"""The training episode at whose beginning an engine is killed: in the second step, where turns are on their way."""
+
+
+def engine_processes() -> list[int]:
+    """Processes of engines that this one has started, oldest first."""
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    return [int(p) for p in children if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
 SUMS = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 9}, heldout=20)
 """Answers of one and of two digits, so that lengths differ."""
 GALLERY["twice"], GALLERY["waits"] = f"{__name__}:Twice", f"{__name__}:Waits"
+GALLERY["struck"] = f"{__name__}:Struck"
 
 
 @dataclass(frozen=True)
@@ -122,6 +152,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
     needs = fault.needs if fault else ""
     if needs in ("tool", *AHEAD):
         run = replace(run, env=replace(run.env, name="twice" if needs == "tool" else "waits"))
+    if needs == "pool":
+        run = replace(run, env=replace(run.env, name="struck"), placement=Processes(engines=2, timeout=60))
     if needs == "bos":
         run = replace(run, model=Model(path=str(_begins(folder / "bos")), context=64))
     if needs == "state":

@@ -31,6 +31,7 @@ PUBLIC = {
     "posttrain.core.stage": "Stage Optimizer",
     "posttrain.core.env": "Env Reward SandboxSettings",
     "posttrain.core.engines": "Embedded VLLM",
+    "posttrain.core.placement": "Local Processes Ray",
     "posttrain.core.sampling": "Sampling",
     "posttrain.core.stop": "Stop EpisodeLimits",
     "posttrain.core.algorithm": "Algorithm patch",

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.api.build import facts, make_parts, make_policy, use_threads
+from posttrain.api.build import facts, make_parts, make_policy
 from posttrain.api.environments import make_environment
 from posttrain.api.target import keep_policy
+from posttrain.api.torch_settings import use_threads
 from posttrain.controller.interrupt import Stopper
 from posttrain.controller.parts import RunParts
 from posttrain.controller.stages import Progress, StageResult, Stages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +15,9 @@ import torch
 import transformers
 
 from posttrain.api.branch import begun_with, run_source
-from posttrain.api.engines import keep_timeline, make_engine, make_opponent
+from posttrain.api.engines import keep_timeline, make_opponent
 from posttrain.api.environments import distinct
+from posttrain.api.placed import placed_engine
 from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import RewardModels, with_reward_head
 from posttrain.api.target import open_policy
@@ -27,7 +27,6 @@ from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.book import Book
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.machine import cores
 from posttrain.core.ports import Environment, Reference, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Model, Run
@@ -55,22 +54,6 @@ CANARY = 16
 """Tokens that learner and engine both score after every push of weights."""
 WORDS = ("bad_words", "allowed_words")
 """Fields of a sampling contract that the tokenizer turns into ids."""
-
-
-def use_threads(count: int) -> int:
-    """Set torch's CPU threads (0: all cores this process may use) and return how many there are."""
-    wanted = count or cores()
-    torch.set_num_threads(wanted)
-    return torch.get_num_threads()
-
-
-def use_deterministic(on: bool) -> Callable[[], None]:
-    """Make torch compute every operation the same way each time, or raise where it cannot; returns what undoes it."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if on:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-        torch.use_deterministic_algorithms(True)
-    return lambda: torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[str, Any]:
@@ -239,12 +222,17 @@ class PolicyRoles:
 
 
 def make_roles(
-    run: Run, policy: Policy, env: Environment, judges: Sequence[RewardModelJudge] | None = None
+    run: Run,
+    policy: Policy,
+    env: Environment,
+    judges: Sequence[RewardModelJudge] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> PolicyRoles:
     """The learner, the engine (with its own copy of the weights) and the rollout of one policy.
 
     Args:
         judges: the reward models that judge. None: those of the run's rewards that it did not train itself.
+        say: tells the user what happens to engines elsewhere.
     """
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = HFLearner(
@@ -255,7 +243,7 @@ def make_roles(
     )
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
-    serving = make_engine(run, policy, renderer.decode)
+    serving = placed_engine(run, policy, renderer.decode, say)
     engine = serving.sampler
     found = RewardModels(run, policy).judges(run.env) if judges is None else tuple(judges)
     rollout = Rollout(
@@ -327,7 +315,7 @@ def make_parts(
         say: tells the user of what takes long.
     """
     models = RewardModels(run, policy, book.folder)
-    roles = make_roles(run, policy, env, models.judges(run.env))
+    roles = make_roles(run, policy, env, models.judges(run.env), say)
     learner = roles.learner
     if run.model.compile:
         say("compiling the learner's layers (model.compile=true) ...")

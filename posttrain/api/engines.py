@@ -62,7 +62,8 @@ def check_engine(run: Run) -> None:
 
 
 def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> Serving:
-    """The engine of the run, with its own copy of the weights.
+    """The engine of the run in this process, with its own copy of the weights. `placed_engine` also makes those
+    elsewhere.
 
     Args:
         text: decodes token ids, special tokens included; stop strings are searched in the result.
@@ -72,9 +73,16 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> 
         EngineError: it does not start.
     """
     if isinstance(run.engine, Embedded):
-        serving = Serving(embedded_engine(run, run.engine, policy.twin(), text), lambda: None)
-    else:
-        serving = _vllm(run, run.engine, policy)
+        return keeping_contracts(run, Serving(embedded_engine(run, run.engine, policy.twin(), text), lambda: None))
+    return keeping_contracts(run, _vllm(run, run.engine, policy))
+
+
+def keeping_contracts(run: Run, serving: Serving) -> Serving:
+    """The same, where it can keep every stage's sampling contract; else it is closed.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     try:
         for stage in run.stages:
             if stage.contract is not None:

@@ -57,6 +57,15 @@ ALLOWED: Mapping[str, str] = {
     "Model.offload_optimizer": "where the optimizer's state is kept",
     "Model.warm_up": "whether the largest pass comes first",
     "Model.device": "the device that computes",
+    "Run.placement": "where engines work",
+    "Processes.engines": "how many engines sample",
+    "Processes.cores": "the cores of each",
+    "Processes.transport": "how weights come to the engines",
+    "Processes.folder": "the folder of the weights on their way",
+    "Processes.delta": "whether only what changed is sent",
+    "Processes.timeout": "how long anything may take",
+    "Processes.deaths": "how many engines a turn may kill",
+    "Ray.address": "which Ray cluster they work on",
     "Embedded.cache_gib": "memory of the cache",
     "Embedded.budget": "positions of a forward pass",
     "Embedded.retain": "tokens that stay in the cache",
@@ -102,7 +111,7 @@ def changes(old: Run, new: Run) -> tuple[Change, ...]:
 
 MAY = (
     "its length (steps, wall_time, target), how it is measured and kept (eval_every, checkpoint_every,"
-    " evaluation.samples, trackers), and what changes no result (threads, slots, micro_tokens, the cache)"
+    " evaluation.samples, trackers), and what changes no result (threads, slots, micro_tokens, the cache, placement)"
 )
 """The table in words."""
 

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from posttrain.algorithm.losses import PolicyLoss
-from posttrain.api.build import make_teacher, use_threads
+from posttrain.api.build import make_teacher
 from posttrain.api.recorded import KEPT_REFERENCE, RecordedStep
 from posttrain.api.target import built_policy
+from posttrain.api.torch_settings import use_threads
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import RunFolderError

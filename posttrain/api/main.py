@@ -129,8 +129,9 @@ def evaluate(
     run, weights, given = _asked_run(target, checkpoint, overrides, objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = _contract(run, max_tokens, temperature)
-    from posttrain.api.build import make_policy, make_roles, use_threads
+    from posttrain.api.build import make_policy, make_roles
     from posttrain.api.reward_models import judges_of
+    from posttrain.api.torch_settings import use_threads
     from posttrain.api.waiting import wait
     from posttrain.role.weights import load_average, load_weights
 
@@ -191,7 +192,7 @@ def _asked_run(
     if is_url(target):
         return dotted.apply(change(remote_run(str(target))), list(overrides[len(alone) :])), None, kept[0]
     say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
-    parts = ("model", "env", "engine")
+    parts = ("model", "env", "engine", "placement")
     run, weights = target_run(target, checkpoint, *overrides, parts=parts, allow=trust, change=change, say=say)
     return run, weights, replace(kept[-1], folder=Path(target)) if is_run(target) else kept[-1]
 

@@ -29,6 +29,7 @@ from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.given import Given
+from posttrain.core.placement import check_machine
 from posttrain.core.ports import Environment
 from posttrain.core.reader import folder_of, run_file
 from posttrain.core.run import BUILT_CONTEXT, Run
@@ -193,7 +194,9 @@ def check_early(run: Run, own: Path | None = None) -> None:
 
 
 def check_installed(run: Run) -> None:
-    """ConfigError where the package of the run's engine is not installed."""
+    """ConfigError where the package of the run's engine is not installed, or the machine lacks what its placement
+    needs."""
+    check_machine(run.placement)
     if isinstance(run.engine, VLLM) and run.engine.url is None:
         installed()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from posttrain.api.admit import remember_run
 from posttrain.api.branch import is_branch, same_base
-from posttrain.api.build import facts, make_parts, make_policy, use_deterministic, use_threads, words_in_tokens
+from posttrain.api.build import facts, make_parts, make_policy, words_in_tokens
 from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
 from posttrain.api.lineage import began_with, write_lineage
@@ -19,6 +19,7 @@ from posttrain.api.request import RunRequest
 from posttrain.api.summary import conclude, planted_lines
 from posttrain.api.target import keep_policy
 from posttrain.api.terminal import Terminal
+from posttrain.api.torch_settings import use_deterministic, use_threads
 from posttrain.api.trackers import make_trackers, tracker_lines
 from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.parts import RunParts
@@ -30,6 +31,7 @@ from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.errors import DataError, RunFolderError
 from posttrain.core.files import disk_full_is_reported
 from posttrain.core.given import DATA
+from posttrain.core.placement import learner_cores
 from posttrain.core.ports import Tracker
 from posttrain.core.reader import damage_is_named
 from posttrain.core.run import Run
@@ -38,6 +40,7 @@ from posttrain.core.stage import START
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
+from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.role.weights import load_weights
 
 
@@ -132,7 +135,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     run, book, quiet = request.run, request.book, request.quiet
     check_drivers(run)
     check_engine(run)
-    threads = use_threads(run.threads)
+    threads = use_threads(run.threads or learner_cores(run.placement))
     cleanup.callback(use_deterministic(run.deterministic))
     policy = session_policy(request)
     notes = request.notes
@@ -164,8 +167,10 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     say = (lambda line: None) if quiet else terminal.say
     parts = make_parts(run, policy, request.environment, book, trackers, request.others, say)
     cleanup.callback(parts.close)
-    if not quiet and isinstance(parts.sampler, EmbeddedEngine):
+    if not quiet and isinstance(parts.sampler, EmbeddedEngine | EnginePool):
         terminal.say(parts.sampler.describe())
+    if isinstance(parts.sampler, EnginePool):
+        terminal.engines = parts.sampler.line
     checkpoint = request.checkpoint
     if request.longer is not None:
         checkpoint = begin(request.longer, book, checkpoint)

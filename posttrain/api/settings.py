@@ -106,9 +106,10 @@ def plain_word(value: Any) -> str:
 
 
 def groups(run: Run) -> tuple[SettingGroup, ...]:
-    """All settings of a run: the run's own, the model, the environment, the engine, then each kind of stage."""
+    """All settings of a run: the run's own, the model, the environment, the engine and its placement, then each kind of
+    stage."""
     top = [*_settings((run,), "", MAIN[Run])]
-    heads = ("model", "env", "engine")
+    heads = ("model", "env", "engine", "placement")
     out = [
         SettingGroup((h,), h, tuple(s for s in top if s.path.partition(".")[0] == h), tuple(_alternatives(run, h)))
         for h in heads

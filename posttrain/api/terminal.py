@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -31,6 +31,8 @@ class Terminal:
     console: PlainConsole = field(default_factory=lambda: PlainConsole(file=sys.stdout, soft_wrap=True))
     notebook: bool = field(default_factory=in_kernel)
     """Whether it prints into a notebook's cell."""
+    engines: Callable[[], str] | None = None
+    """What engines elsewhere do now, for the live line."""
     _bar: Progress | None = None
     _line: NotebookLine | None = None
     _task: TaskID | None = None
@@ -128,6 +130,8 @@ class Terminal:
         spent = time.monotonic() - self._begun
         if step.index > self._first and spent > 0 and self._tokens:
             out.append(f"{self._tokens / spent:,.0f} tokens/s")
+        if self.engines is not None:
+            out.append(self.engines())
         return "  ".join(out)
 
     def _left(self, step: Step, total: int) -> str:

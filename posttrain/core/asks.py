@@ -150,6 +150,8 @@ DECIDED: dict[str, Decision] = {
     "VLLM.url": lambda x, _: (Kind.ADDRESS, f"sends prompts and weights to {x}, and believes what it answers"),
     "VLLM.key_env": lambda x, _: _secret(x),
     "VLLM.share": lambda x, _: (Kind.OUTSIDE, f"writes weights into {_file(x)}"),
+    "Processes.folder": lambda x, _: (Kind.OUTSIDE, f"writes weights into {_file(x)}"),
+    "Ray.address": lambda x, _: (Kind.ADDRESS, f"sends the model and prompts to the Ray cluster {x}, which runs code"),
     "Run.trackers": lambda x, _: _trackers(x),
 }
 """For each field a function from its value to what that asks for, None for nothing. Of a mapping it gets each entry."""
@@ -193,6 +195,7 @@ HARMLESS = frozenset(
         *("RejectionMethod.name", "RejectionMethod.paper", "RejectionMethod.distinct", "RejectionMethod.weights"),
         "RejectionMethod.rationalise",
         *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
+        *("Processes.transport", "Processes.delta"),
         *("Embedded.update", "Embedded.timeline", "VLLM.eager"),
         "VLLM.server",  # of the installed package, on this machine alone
     }

@@ -14,6 +14,7 @@ from posttrain.core.device import check_device
 from posttrain.core.engines import Embedded, Engine, KernelChoice, engine_refusals
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
+from posttrain.core.placement import Local, Placement, placement_refusals
 from posttrain.core.reinforce import Reinforce as Reinforce
 from posttrain.core.stage import Optimizer as Optimizer
 from posttrain.core.stage import Stage, offered, refusals
@@ -199,6 +200,9 @@ class Run:
     evaluation: Evaluation = Evaluation()
     engine: Engine = Embedded()
     """The engine that samples: `embedded`, or `vllm`."""
+    placement: Placement = Local()
+    """Where the engine works: `local`, in the learner's process; `processes`, one or several in processes of their own;
+    or `ray`."""
     slots: int = 256
     """Sequences the engine decodes at once."""
     deterministic: bool = False
@@ -228,6 +232,8 @@ class Run:
         for why in engine_refusals(
             self.engine, self.model.kernels, self.model.lora is not None, self.deterministic, self.exact, ruled
         ):
+            raise ConfigError(why)
+        if why := placement_refusals(self.placement, self.engine):
             raise ConfigError(why)
         if not isinstance(self.engine, Embedded):
             check_served_elsewhere(self.model.lora, self.model.quantize)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from posttrain.core.asker import DEADLY
 from posttrain.core.experience import Experience
 from posttrain.core.scored import Credit
 from posttrain.core.spread import rounding, spread
@@ -10,7 +11,7 @@ from posttrain.core.verdict import resolution, size
 
 def notes(asked: Experience, credit: Credit, wanted: int) -> tuple[str, ...]:
     """The notes on a step that wanted `wanted` groups."""
-    out: list[str] = []
+    out = [f"dead letter: {why}" for why in _deadly(asked)]
     if len(asked.groups) < wanted:
         out.append(
             f"only {len(asked.groups)} of {wanted} groups passed the filter after asking for {len(asked.played)}; "
@@ -25,6 +26,12 @@ def notes(asked: Experience, credit: Credit, wanted: int) -> tuple[str, ...]:
     elif credit.groups and _one_reward(credit):
         out.append(f"every sample got the same reward ({shown}), so nothing in this step tells good from bad")
     return tuple(out)
+
+
+def _deadly(asked: Experience) -> list[str]:
+    """What is recorded of episodes that killed the engines they were given to."""
+    judged = [j for g in asked.played for e in g.episodes for j in e.verdicts]
+    return [j.verdict.why.splitlines()[0] for j in judged if j.source == DEADLY]
 
 
 def _one_reward(credit: Credit) -> bool:

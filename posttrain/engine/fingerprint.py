@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -20,6 +21,26 @@ ROW = 8192
 """64-bit words of a row. Every row is summed with the same weight vector."""
 BLOCK = 64
 """Rows that are summed at once (4 MiB), so that temporaries stay in cache."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Some rows of every tensor, drawn by a number that both sides know: a check that costs a small part of the whole.
+
+    It finds a tensor that is of another version, and half of one with a probability of 1 - 2**-rows; it does not find a
+    single wrong word in a row that was not drawn. Each number draws other rows.
+    """
+
+    number: int
+    """Such as the version."""
+    one_in: int = 64
+    """Of so many rows one is read, at least one of each tensor; the words after the last full row always are."""
+
+    def rows(self, count: int) -> Tensor:
+        """int64, ascending: which of `count` rows are read."""
+        draws = np.random.Generator(np.random.Philox(key=self.number))
+        drawn = draws.choice(count, -(-count // self.one_in), replace=False) if count else np.empty(0, np.int64)
+        return torch.from_numpy(np.sort(drawn))
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -39,15 +60,16 @@ def digest_of(found: Mapping[str, str]) -> str:
     return whole.hexdigest()
 
 
-def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """The digest of every tensor by name, to find which one is stale. Reads from the device once, at the end."""
+def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None) -> dict[str, str]:
+    """The digest of every tensor by name, to find which one is stale. Reads from the device once, at the end. With a
+    `spot` the digests are of its rows alone, and equal to those of the same spot only."""
     sums: dict[str, Tensor] = {}
     heads: dict[str, str] = {}
     for name, tensor in tensors:
         if name in sums:
             raise InvariantError(f"tensor {name!r} is listed twice: a fingerprint needs every name once")
-        heads[name] = f"{tensor.dtype!s} {tuple(tensor.shape)} "
-        sums[name] = _row_sums(tensor)
+        heads[name] = f"{tensor.dtype!s} {tuple(tensor.shape)} {'' if spot is None else spot}"
+        sums[name] = _row_sums(tensor, spot)
     if not sums:
         return {}
     by_device = {
@@ -63,8 +85,9 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return out
 
 
-def _row_sums(tensor: Tensor) -> Tensor:
-    """int64 [2 (rows + 1)]: two weighted sums of the tail's words, then of every full row of `ROW` words."""
+def _row_sums(tensor: Tensor, spot: Spot | None) -> Tensor:
+    """int64 [2 (rows + 1)]: two weighted sums of the tail's words, then of every full row of `ROW` words, or of those
+    of the spot."""
     raw = tensor.detach().contiguous().view(-1)
     whole = raw.numel() * raw.element_size() // (8 * ROW) * ROW
     in_rows = whole * 8 // raw.element_size()
@@ -79,6 +102,7 @@ def _row_sums(tensor: Tensor) -> Tensor:
             .view(torch.int64)
             .view(-1, ROW)
         )
+        words = words if spot is None else words[spot.rows(len(words)).to(words.device)]
         sums += [_sums(block, weights) for block in words.split(BLOCK)]
     return torch.cat(sums)
 

@@ -46,7 +46,7 @@ class Fault:
     `sft` (a supervised stage), `preference` (a stage that learns from pairs), `online` (one that learns from pairs of
     its own samples), `reject` (one that imitates its own samples), `reward_model` (a stage that trains one), `judge`
     (reinforcement against one), `state` (a model with a recurrent state), `ahead` (groups asked ahead of the updates),
-    `ahead_resume` (the same, resumed)."""
+    `ahead_resume` (the same, resumed), `pool` (two engines in processes, one of which is killed)."""
 
 
 FAULTS: dict[str, Fault] = {}

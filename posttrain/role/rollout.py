@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from posttrain.core import abilities, seeds
+from posttrain.core.asker import DEADLY, Asker, DeadLetter, asked_for
 from posttrain.core.errors import InvariantError, PosttrainError
 from posttrain.core.ports import Attempt, Dialogue, Environment, EpisodeJudge, PairRenderer, Sampler
 from posttrain.core.redact import scrubbed, scrubbed_data
@@ -75,12 +76,14 @@ class Rollout:
         if talks is not None:
             talks[sibling] = talk
         try:
-            stop = await self._play(task, talk)
+            with asked_for(Asker(stream, task.id, visit, sibling)):
+                stop = await self._play(task, talk)
         except PosttrainError:
             raise
         except Exception as error:
+            source = DEADLY if isinstance(error, DeadLetter) else "environment"
             why = scrubbed(f"{type(error).__name__}: {error}")
-            verdicts: tuple[Judged, ...] = (Judged("environment", 1.0, Verdict.failed("environment", why)),)
+            verdicts: tuple[Judged, ...] = (Judged(source, 1.0, Verdict.failed(source, why)),)
             return self._episode(task, visit, sibling, talk, talk.segments(), Stop.ERROR, verdicts, why)
         segments = talk.segments()
         attempt = Attempt(task, tuple(talk.turns), stop, talk.spoken_upto, talk.state, _said(segments))

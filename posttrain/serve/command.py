@@ -163,8 +163,8 @@ def make_served(
     )
     import torch
 
-    from posttrain.api.build import use_threads
     from posttrain.api.engines import embedded_engine
+    from posttrain.api.torch_settings import use_threads
     from posttrain.engine.fingerprint import fingerprint
     from posttrain.engine.learner import HFLearner
     from posttrain.engine.models import named_tensors

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.api.build import make_engine, make_policy
+from posttrain.api.build import make_policy
+from posttrain.api.engines import make_engine
 from posttrain.cli.token_view import episode_lines
 from posttrain.controller.parts import RunParts
 from posttrain.core import reader, seeds

@@ -1,0 +1,139 @@
+"""Engine and learner in two processes with a core each, beside one process with one core and one with two: the same
+steps, in one run.
+
+    python -m benchmarks.placement            # three rounds; about five minutes on two quiet cores
+    python -m benchmarks.placement --quick    # small and short: does it run?
+
+A step is 32 prompts x 8 answers of one turn, `staleness=1`, so the engine says the answers of the next step while the
+learner computes. Ask and learn are what each of the two processes computed, measured while the other worked: the
+engine's forward passes and draws, and the learner's step without its wait for answers. With both at work all the time a
+step takes max(ask, learn). With `placement.cores=1` the engine keeps to the last core, and the learner to the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.side import machine
+
+if TYPE_CHECKING:
+    from posttrain.core.gauge import Step
+
+RESULTS = Path(__file__).parent / "results" / "placement.json"
+SIDES = ("one process, 1 core", "one process, 2 cores", "two processes, 1 core each")
+WARM = 3
+"""First steps of a side, and one at its end, that are left out."""
+
+
+def side(name: str, quick: bool) -> dict[str, float]:
+    """Seconds a step of one side; called in a process of its own."""
+    from posttrain.api import main
+    from posttrain.core import reader
+    from posttrain.core.ladder import DR_GRPO
+    from posttrain.core.placement import Local, Processes
+    from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run
+    from posttrain.core.sampling import Sampling
+
+    cores = sorted(os.sched_getaffinity(0))
+    two = name == SIDES[2]
+    threads = 2 if name == SIDES[1] else 1
+    rl = Reinforce(
+        name="rl",
+        algorithm=DR_GRPO,
+        sampling=Sampling(max_tokens=8 if quick else 48),
+        optimizer=Optimizer(lr=1e-5),
+        prompts=4 if quick else 32,
+        siblings=8,
+        steps=6 if quick else 14,
+        staleness=1,
+        eval_every=0,
+        checkpoint_every=0,
+    )
+    run = Run(
+        recipe="placement",
+        model=Model(hidden=64 if quick else 160, layers=2 if quick else 4, heads=4, kv_heads=4, ffn=480, context=128),
+        env=Env(name="arithmetic", heldout=4),
+        stages=(rl,),
+        evaluation=Evaluation(samples=1, greedy=False),
+        slots=256,
+        threads=threads,
+        record_episodes=False,
+        placement=Processes(cores=1) if two else Local(),
+    )
+    if threads == 1 and not two:
+        os.sched_setaffinity(0, cores[:1])
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        steps = _times(lambda: main.run(run, out=out, quiet=True))
+        rows = [s for s in reader.steps(out) if s.stage == "rl"][WARM:-1]
+    wall = (steps[-2] - steps[WARM - 1]) / len(rows)
+    ask = statistics.mean(s.clock["engine/step"] for s in rows)
+    waits = statistics.mean(s.clock["rollout"] for s in rows)
+    return {"step": wall, "ask": ask, "learn": wall - (waits if two else ask), "waits": waits}
+
+
+def _times(play: Callable[[], object]) -> list[float]:
+    """When each step of a run was written down."""
+    from posttrain.controller.parts import RunParts
+
+    tell, seen = RunParts.tell, list[float]()
+
+    def told(self: RunParts, step: Step) -> None:
+        seen.append(time.perf_counter())
+        tell(self, step)
+
+    RunParts.tell = told  # type: ignore[method-assign]
+    play()
+    return seen
+
+
+def main_() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--side")
+    asked = parser.parse_args()
+    if asked.side:
+        print(json.dumps(side(asked.side, asked.quick)))
+        return
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
+    for _ in range(1 if asked.quick else asked.rounds):
+        for name in SIDES:
+            words = [
+                sys.executable,
+                "-m",
+                "benchmarks.placement",
+                "--side",
+                name,
+                *(["--quick"] if asked.quick else []),
+            ]
+            done = subprocess.run(words, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
+            found[name].append(json.loads(done.stdout.strip().splitlines()[-1]))
+    rows = {n: {k: statistics.median(r[k] for r in rounds) for k in rounds[0]} for n, rounds in found.items()}
+    for name, row in rows.items():
+        print(f"{name:28s} " + "  ".join(f"{k} {x:.3f} s" for k, x in row.items()))
+    own = rows[SIDES[2]]
+    over = own["step"] / max(own["ask"], own["learn"])
+    faster = [rows[name]["step"] / own["step"] for name in SIDES[:2]]
+    print(f"two processes: a step takes {over:.2f} x max(ask, learn)")
+    print(f"{faster[0]:.2f} x as fast as one process with one core, {faster[1]:.2f} x as one with two")
+    if not asked.quick:
+        told = {"date": date.today().isoformat(), "machine": machine(), "rounds": found, "medians": rows}
+        RESULTS.write_text(json.dumps(told | {"over": over}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main_()

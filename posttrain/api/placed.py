@@ -1,0 +1,175 @@
+"""Engines in processes of their own: what such a process needs to make one, and the pool over them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import tempfile
+import weakref
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from posttrain import faults
+from posttrain.api.engines import Serving, keeping_contracts, make_engine
+from posttrain.api.torch_settings import use_deterministic, use_threads
+from posttrain.core.env import Env
+from posttrain.core.errors import EngineError
+from posttrain.core.placement import Local, Processes, Ray, check_machine
+from posttrain.core.ports import Sampler
+from posttrain.core.run import Run, Supervised
+from posttrain.engine.models import Policy
+from posttrain.engine.parcel.carrier import Carrier
+from posttrain.engine.parcel.receiver import ParcelReceiver
+from posttrain.engine.parcel.sender import ParcelSender
+from posttrain.engine.parcel.shared import SharedCarrier
+from posttrain.engine.parcel.shared_folder import FolderCarrier
+from posttrain.engine.pool.engine_pool import EnginePool, NewHost
+from posttrain.engine.pool.engine_process import ProcessHost
+from posttrain.engine.pool.host import EngineHost
+from posttrain.engine.pool.hosted import EngineFacts, EngineStart
+from posttrain.engine.pool.ray_host import RayCluster, RayHost
+from posttrain.environment.render import Renderer
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
+"""Nats by which engines on devices of their own may differ in the log-prob of one token. Deterministic ones differ in
+no bit."""
+
+PLANTED = contextlib.ExitStack()
+"""Holds the fault that a run plants, in an engine's process, for as long as that lives."""
+
+
+@dataclass(frozen=True, eq=False)
+class EngineParts:
+    """Makes the engine of a run in another process. It is pickled with the policy in it."""
+
+    run: Run
+    policy: Policy
+    threads: int
+
+    def __call__(self) -> Sampler:
+        use_threads(self.threads)
+        use_deterministic(self.run.deterministic)
+        PLANTED.enter_context(faults.planted(self.run.fault))
+        policy, tokenizer = self.policy, cast("Any", self.policy.tokenizer)
+        render = Renderer(tokenizer, policy.stop_ids, policy.context, self.run.model.history)
+        return make_engine(self.run, policy, render.decode).sampler
+
+
+def placed_engine(
+    run: Run, policy: Policy, text: Callable[[np.ndarray], str], say: Callable[[str], None] = lambda line: None
+) -> Serving:
+    """The engine of the run where `Run.placement` says: here, or several elsewhere as one.
+
+    Args:
+        text: decodes token ids, special tokens included; stop strings are searched in the result.
+        say: tells the user what happens to engines elsewhere.
+
+    Raises:
+        ConfigError: it cannot keep a stage's sampling contract, or is not installed.
+        EngineError: it does not start.
+    """
+    if isinstance(run.placement, Local):
+        return make_engine(run, policy, text)
+    pool = engine_pool(run, run.placement, policy, say)
+    return keeping_contracts(run, Serving(pool, pool.close))
+
+
+def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[str], None]) -> EnginePool:
+    """The engines of the run, each in a process of its own, as one sampler.
+
+    Raises:
+        ConfigError: this machine, or the cluster, lacks what they need. EngineError: the model cannot be sent to
+            another process, or an engine does not start.
+    """
+    check_machine(placement)
+    threads = placement.cores or torch.get_num_threads()
+    parts = EngineParts(_for_engine(run), replace(policy.twin(), reward_head=None), threads)
+    try:
+        start = pickle.dumps(EngineStart(parts, ParcelReceiver), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise EngineError(
+            f"the model cannot be sent to another process ({type(error).__name__}: {error}): set placement=local"
+        ) from error
+
+    sender = ParcelSender(_carrier(placement), deltas=placement.delta)
+    begin, end = _hosts(placement, start, threads)
+    exact = run.deterministic or run.exact
+    try:
+        return EnginePool(
+            begin,
+            sender,
+            count=placement.engines,
+            timeout=placement.timeout,
+            deaths=placement.deaths,
+            tolerance=0.0 if exact else TOLERANCE[run.model.dtype],
+            say=say,
+            end=end,
+        )
+    except BaseException:
+        sender.close()
+        end()
+        raise
+
+
+def _carrier(placement: Processes) -> Carrier:
+    """What brings weights to the engines."""
+    if placement.transport == "shared":
+        return SharedCarrier()
+    if placement.folder is not None:
+        return FolderCarrier(Path(placement.folder))
+    temporary = tempfile.TemporaryDirectory(prefix="posttrain-weights-")
+    carrier = FolderCarrier(Path(temporary.name))
+    weakref.finalize(carrier, temporary.cleanup)
+    return carrier
+
+
+def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, Callable[[], None]]:
+    """What begins an engine, and what ends that which all engines share."""
+    if isinstance(placement, Ray):
+        cluster = RayCluster(placement.address, placement.engines, placement.cores, placement.timeout)
+
+        def actor(number: int) -> tuple[EngineHost, Future[EngineFacts]]:
+            host = RayHost(f"engine {number}", start, cluster, number, threads=threads)
+            return host, host.started
+
+        return actor, cluster.close
+
+    have = sorted(os.sched_getaffinity(0), reverse=True) if placement.cores else []
+    apart = [frozenset(have[i * placement.cores : (i + 1) * placement.cores]) for i in range(placement.engines)]
+
+    def process(number: int) -> tuple[EngineHost, Future[EngineFacts]]:
+        cores = apart[number] if placement.cores else None
+        host = ProcessHost(f"engine {number}", start, threads=threads, cores=cores)
+        return host, host.started
+
+    return process, keep_to(frozenset(have[placement.engines * placement.cores :]))
+
+
+def keep_to(cores: frozenset[int]) -> Callable[[], None]:
+    """Keep this process to these cores, where there are any; returns what undoes it."""
+    if not cores:
+        return lambda: None
+    before = os.sched_getaffinity(0)
+    _pin(cores)
+    return lambda: _pin(before)
+
+
+def _pin(cores: Collection[int]) -> None:
+    """Of a process the kernel pins one thread at a time; threads that begin later have the cores of those that began
+    them."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
+
+
+def _for_engine(run: Run) -> Run:
+    """The settings that an engine reads. The stages are left out, because they may hold classes of the user's files."""
+    nothing = Supervised(name="none", style="answer", steps=1)
+    return replace(run, stages=(nothing,), env=Env(), placement=Local(), trackers=())

@@ -1,0 +1,58 @@
+"""Who asks an engine for a turn. It travels with the coroutine, so that an engine pool can name the episode that waits,
+or whose turn killed its engines."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Asker:
+    """One episode."""
+
+    stream: str
+    task: str
+    visit: int
+    sibling: int
+
+    def __str__(self) -> str:
+        return f"task {self.task!r}, visit {self.visit}, sibling {self.sibling} ({self.stream})"
+
+
+_ASKER: ContextVar[Asker | None] = ContextVar("asker", default=None)
+
+
+def asker() -> Asker | None:
+    """The episode in whose coroutine this is called; None outside of one."""
+    return _ASKER.get()
+
+
+@contextmanager
+def asked_for(who: Asker) -> Generator[None]:
+    """Everything that is asked inside the block is asked for this episode."""
+    token = _ASKER.set(who)
+    try:
+        yield
+    finally:
+        _ASKER.reset(token)
+
+
+DEADLY = "dead_letter"
+"""Source and kind of the verdict on an episode whose turn raised `DeadLetter`."""
+
+
+class DeadLetter(Exception):
+    """A turn that killed every engine it was given to. It fails its episode, and does not stop the run.
+
+    `who` is the episode, where one asked. `deaths` is how many engines died of it.
+    """
+
+    def __init__(self, who: Asker | None, deaths: int, cause: str) -> None:
+        self.who, self.deaths, self.cause = who, deaths, cause
+        super().__init__(
+            f"{who or 'a turn outside of an episode'}: {deaths} engines died while they sampled its turn, the last one"
+            f" with nothing else to do. {cause}"
+        )

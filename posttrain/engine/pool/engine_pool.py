@@ -1,0 +1,400 @@
+"""`core.ports.Sampler` over several engines in processes of their own, of which any may die at any time.
+
+An answer is a function of its question, the weights and its place (law 8), so a turn whose engine died is asked again
+from another one, and a synchronous run ends as if nobody had died. All engines serve one version: while new weights
+come, no new turn is given away.
+
+A turn that has seen all but one of the engine deaths it may cause is asked alone. If that engine dies too, the turn is
+guilty: it raises `DeadLetter`, which fails its episode only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from posttrain.core.asker import DeadLetter, asker
+from posttrain.core.errors import EngineError, InvariantError
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Said
+from posttrain.engine.parcel.parcel import Parcel
+from posttrain.engine.pool.host import EngineDied, EngineHost, NewHost, PoolSender, has_started
+from posttrain.engine.pool.hosted import EngineFacts, EngineReport
+from posttrain.engine.pool.router import choose
+from posttrain.engine.pool.turns import PooledEngine, PooledTurn, summary
+from posttrain.engine.pool.waiting import WaitList
+
+T = TypeVar("T")
+WATCH_EVERY = 1.0
+"""Seconds between two looks at who waits."""
+SILENT = 0.1
+"""Share of the time-out after which an engine without any sign of life is replaced."""
+
+
+class EnginePool:
+    """Samples from `count` engines.
+
+    Args:
+        new: begins an engine in a process of its own.
+        sender: publishes weights for them.
+        timeout: seconds that a turn, an update or a start may take.
+        deaths: engines that one turn may kill.
+        tolerance: nats by which two engines may differ in the log-prob of one token; 0: not at all.
+        say: tells people what happened to an engine.
+        end: ends what the engines share, after them.
+
+    Raises:
+        EngineError: an engine does not start; the message has its first cause. ConfigError: the same, as the engine
+            itself raised it.
+    """
+
+    def __init__(
+        self,
+        new: NewHost,
+        sender: PoolSender,
+        *,
+        count: int,
+        timeout: float,
+        deaths: int,
+        tolerance: float = 0.0,
+        say: Callable[[str], None] = lambda line: None,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._new, self._sender, self._timeout, self._deaths = new, sender, timeout, deaths
+        self._tolerance, self._say, self._end = tolerance, say, end
+        begun = list[tuple[EngineHost, Future[EngineFacts]]]()
+        try:
+            for i in range(count):
+                begun.append(new(i))
+            facts = [has_started(f"engine {i}", *pair, timeout) for i, pair in enumerate(begun)]
+        except BaseException:
+            for host, _ in begun:
+                host.close()
+            raise
+        self._facts, self._version = facts[0], facts[0].version
+        self._engines = [PooledEngine(f"engine {i}", host, self._version) for i, (host, _) in enumerate(begun)]
+        self._parcel: Parcel | None = None
+        self._loads = 0
+        self._turns = self._tokens = 0
+        self._deadly = 0
+        self._waits = WaitList(timeout)
+        self._lost = EngineReport()
+        self._broken: Exception | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = list[asyncio.Future[None]]()
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def keeps_sets(self) -> bool:
+        return self._facts.keeps_sets
+
+    @property
+    def draws_by_place(self) -> bool:
+        return self._facts.draws_by_place
+
+    @property
+    def context(self) -> int:
+        return self._facts.context
+
+    @property
+    def engines(self) -> tuple[PooledEngine, ...]:
+        return tuple(self._engines)
+
+    def describe(self) -> str:
+        """The line that a run prints about its engines."""
+        n = len(self._engines)
+        return f"{n} engine{'s' * (n > 1)} in processes of {'their' if n > 1 else 'its'} own; {self._facts.described}"
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        """Sample one turn; see `core.ports.Sampler`. It is asked again where its engine dies.
+
+        Raises:
+            DeadLetter: it has killed as many engines as a turn may.
+            EngineError: nobody answered in time, or engines do not start any more.
+        """
+        self._attend()
+        turn = PooledTurn(ids, sampling, place, asker())
+        while True:
+            engine = await self._given(turn)
+            try:
+                said = await self._asked(engine, turn)
+            except EngineDied as death:
+                self._survive(turn, str(death))
+                continue
+            self._delivered(engine, turn, said)
+            return said
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [T - 1]: see `core.ports.Sampler`. Every engine is asked, and they must agree.
+
+        Raises:
+            InvariantError: two engines differ by more than the tolerance.
+        """
+        self._attend()
+        found: list[np.ndarray] = await asyncio.gather(*(self._of(engine, "score", ids) for engine in self._engines))
+        gaps = [float(np.abs(x.astype(np.float64) - found[0]).max(initial=0.0)) for x in found]
+        if not max(gaps) <= self._tolerance:
+            at = int(np.argmax(gaps))
+            raise InvariantError(
+                f"{self._engines[at].name} gives other log-probs than {self._engines[0].name} for the same tokens (by"
+                f" {gaps[at]:.3g} nats) although both serve version {self._version}: one of them computes with stale"
+                " caches or on another device. Start the run again, with placement.engines=1 if this comes back"
+            )
+        return found[0]
+
+    async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
+        """Serve these weights as `version` on every engine; returns their fingerprint. Turns that are asked meanwhile
+        wait.
+
+        Raises:
+            InvariantError: the engines do not serve the same weights. EngineError: the version is not newer.
+        """
+        self._attend()
+        if version <= self._version:
+            raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
+        self._loads += 1
+        try:
+            before, self._parcel = self._parcel, self._sender.publish(version, tensors)
+            await asyncio.gather(*(self._install(engine, self._parcel) for engine in self._engines))
+            self._agree()
+            self._version = version
+            if before is not None:
+                self._sender.retire(before.version)
+        finally:
+            self._loads -= 1
+            self._notify()
+        return self._engines[0].served
+
+    def gauges(self) -> Gauges:
+        """`engine/tokens` of delivered turns. What engines did for them depends on time and is in `clock`."""
+        taken = {"engine/tokens": Gauge(self._tokens, self._turns)}
+        self._turns = self._tokens = 0
+        return taken
+
+    def clock(self) -> Mapping[str, float]:
+        """Seconds since the last call, of all engines together; with what they counted, and who died."""
+        report = self._lost
+        self._lost = EngineReport()
+        for engine in self._engines:
+            report = report + engine.host.take_report()
+        counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
+        deaths, self._deadly = self._deadly, 0
+        seconds = dict(self._sender.clock())
+        for name, spent in report.seconds.items():
+            seconds[name] = seconds.get(name, 0.0) + spent
+        return {**seconds, **counted, "engine/deaths": float(deaths)}
+
+    def line(self) -> str:
+        """What all engines do now, in a few words."""
+        return summary(self._engines)
+
+    def table(self) -> list[str]:
+        """A line for each engine: what it does, turns and tokens in flight, version, restarts."""
+        return [e.line() for e in self._engines]
+
+    def close(self) -> None:
+        """End all engines."""
+        for engine in self._engines:
+            engine.host.close()
+        self._sender.close()
+        self._end()
+
+    # --- turns -------------------------------------------------------------------------------------------------------
+
+    async def _given(self, turn: PooledTurn) -> PooledEngine:
+        """The engine that says the turn. It is the turn's from here on."""
+        turn.since, turn.alone = time.monotonic(), turn.deaths >= self._deaths - 1 > 0
+        while True:
+            self._check()
+            self._revive()
+            at = None if self._held() else choose(turn.tokens, [e.load(turn.ids) for e in self._engines])
+            if at is None:
+                on = "new weights on every engine" if self._loads else "an engine that can be asked"
+                await self._change(turn, on)
+            elif not turn.alone or await self._emptied(turn, self._engines[at]):
+                engine = self._engines[at]
+                engine.take(turn)
+                turn.version, turn.since, turn.during = self._version, time.monotonic(), self._loads > 0
+                return engine
+
+    def _held(self) -> bool:
+        """Whether new turns wait, because engines may serve different versions now."""
+        return self._loads > 0
+
+    async def _emptied(self, turn: PooledTurn, engine: PooledEngine) -> bool:
+        """Reserve an engine and wait until its other turns have ended. False: it died, or new weights came."""
+        engine.reserved = True
+        try:
+            while engine.ready and not self._loads and engine.turns:
+                await self._change(turn, f"the other turns of {engine.name}, to be asked alone")
+                self._check()
+            empty = engine.ready and not self._loads
+        except BaseException:
+            self._free(engine)
+            raise
+        if not empty:
+            self._free(engine)
+        return empty
+
+    async def _asked(self, engine: PooledEngine, turn: PooledTurn) -> Said:
+        try:
+            future = engine.host.call("generate", turn.ids, turn.sampling, turn.place)
+            return await self._answer(future, turn, engine.name, turn.since)
+        finally:
+            engine.leave(turn)
+            if turn.alone:
+                self._free(engine)
+            elif engine.reserved:
+                self._notify()
+
+    def _survive(self, turn: PooledTurn, cause: str) -> None:
+        """Count the death of an engine that had the turn."""
+        turn.deaths += 1
+        if turn.deaths >= self._deaths and (turn.alone or self._deaths == 1):
+            raise DeadLetter(turn.who, turn.deaths, cause)
+
+    def _delivered(self, engine: PooledEngine, turn: PooledTurn, said: Said) -> None:
+        """Count an answer, whose tokens must be of versions that the pool served meanwhile."""
+        first, last = (int(said.version.min()), int(said.version.max())) if len(said.ids) else (turn.version,) * 2
+        newest = self._parcel.version if self._parcel is not None and self._loads else self._version
+        if turn.during or not turn.version <= first <= last <= newest:
+            raise InvariantError(
+                f"{engine.name} sampled with weights of version {first} to {last}, and the pool served version"
+                f" {turn.version} when it was asked and {self._version} when it answered ({turn}): it missed a push, or"
+                " was asked while others had another version. What siblings say would be of different policies. Go on"
+                " from the last checkpoint (--resume)"
+            )
+        engine.beginnings.add(np.concatenate([turn.ids, said.ids]))
+        self._turns, self._tokens = self._turns + 1, self._tokens + len(said.ids)
+
+    # --- engines -----------------------------------------------------------------------------------------------------
+
+    async def _install(self, engine: PooledEngine, parcel: Parcel) -> None:
+        """Make an engine serve a parcel. One that is started anew meanwhile has it already."""
+        while engine.version != parcel.version:
+            served = await self._of(engine, "install", parcel, unless=lambda: engine.version == parcel.version)
+            if served is not None:
+                engine.serves(parcel.version, served)
+
+    async def _of(self, engine: PooledEngine, method: str, given: Any, unless: Callable[[], bool] = bool) -> Any:
+        """The answer of one engine. Where it dies, the new one in its place is asked. None where `unless` has come true
+        when it is its turn."""
+        while True:
+            self._revive()
+            if engine.starting is not None and not engine.starting.done():
+                await self._change(f"{method} of {engine.name}", "its new process")
+                self._check()
+                continue
+            async with engine.lock:
+                if unless():
+                    return None
+                try:
+                    return await self._answer(engine.host.call(method, given), "the run", f"{method} of {engine.name}")
+                except EngineDied:
+                    self._check()
+
+    def _agree(self) -> None:
+        """All engines serve one set of weights."""
+        if len({e.served for e in self._engines}) != 1:
+            raise InvariantError(
+                f"engines serve different weights: {', '.join(f'{e.name} {e.served}' for e in self._engines)}. Nothing"
+                " sampled after this could be trusted: go on from the last checkpoint (--resume)"
+            )
+
+    def _revive(self) -> None:
+        """Begin to replace every engine that has died."""
+        for engine in self._engines:
+            if engine.host.died and (engine.starting is None or engine.starting.done()):
+                engine.starting = asyncio.get_running_loop().create_task(self._restart(engine))
+
+    async def _restart(self, engine: PooledEngine) -> None:
+        """A new process in the place of a dead one, with the newest weights."""
+        async with engine.lock:
+            number = self._engines.index(engine)
+            self._deadly, self._lost = self._deadly + 1, self._lost + engine.host.take_report()
+            self._say(f"{engine.name} died: {engine.host.died}\nWhat it had not answered is asked again")
+            host: EngineHost | None = None
+            try:
+                engine.host.close()
+                host, started = self._new(number)
+                await self._answer(started, "the run", f"the start of a new {engine.name}")
+                if self._parcel is not None:
+                    parcel = self._sender.whole(self._parcel.version)
+                    served = await self._answer(host.call("install", parcel), "the run", f"install of {engine.name}")
+                    engine.serves(parcel.version, served)
+                    if not self._loads:
+                        self._agree()
+                engine.begin(host)
+            except EngineDied as error:
+                engine.failed, engine.host = engine.failed + 1, host or engine.host
+                if engine.failed >= self._deaths:
+                    self._broken = EngineError(f"{engine.name} dies whenever it is started anew: {error}")
+            except Exception as error:
+                self._broken = error
+            finally:
+                if host is not None and engine.host is not host:
+                    host.close()
+        self._notify()
+
+    def _free(self, engine: PooledEngine) -> None:
+        engine.reserved = False
+        self._notify()
+
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    def _attend(self) -> None:
+        """Begin to watch in the loop of now. What an earlier loop left is forgotten."""
+        self._check()
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._changed, self._watching, self._loads = loop, [], None, 0
+            self._waits.begin()
+            for engine in self._engines:
+                engine.rest()
+        if self._watching is None or self._watching.done():
+            self._watching = loop.create_task(self._watch())
+
+    async def _answer(self, future: Future[T], owner: object, on: str, since: float | None = None) -> T:
+        return await self._waits.until(asyncio.wrap_future(future), owner, on, since)
+
+    async def _change(self, owner: object, on: str) -> None:
+        """Wait until an engine, a turn or the weights have changed. Where something changes, nothing has stalled."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changed.append(waiter)
+        await self._waits.until(waiter, owner, on)
+
+    def _notify(self) -> None:
+        waiting, self._changed = self._changed, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    async def _watch(self) -> None:
+        """While somebody waits: replace engines without a sign of life, and stop where a wait takes too long."""
+        await asyncio.sleep(0)
+        while self._waits:
+            for engine in self._engines:
+                if (silent := engine.silent()) > SILENT * self._timeout:
+                    why = f"it gave no sign of life for {silent:.0f} s and was ended (placement.timeout)"
+                    await asyncio.to_thread(engine.host.kill, why)
+            if stalled := self._waits.look(WATCH_EVERY):
+                self._broken = EngineError(
+                    f"the rollout engines have stalled: nothing may take more than {self._timeout:g} s"
+                    f" (placement.timeout)\n{stalled}\n" + "\n".join(self.table())
+                )
+                self._waits.fail(self._broken)
+            await asyncio.sleep(WATCH_EVERY)

@@ -1,0 +1,234 @@
+"""An engine in a process of its own on this machine: `serve` is what the process runs, `ProcessHost` is the learner's
+side.
+
+The process is started by command, not by `multiprocessing`, because that would import the user's program again. They
+talk by pickled messages over a pair of sockets: (number, method, arguments) there, (number, value, error, report) back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import faulthandler
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from posttrain.engine.pool.host import OpenCalls
+from posttrain.engine.pool.hosted import EngineReport, HostedEngine, portable
+
+LOG_LINES = 12
+"""Last lines of a process's output that an error message quotes."""
+END_SECONDS = 10.0
+"""Seconds that a process has to end after its connection was closed."""
+CANCEL, START = "cancel", "start"
+COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({fd})"
+
+
+# --- in the engine's process -----------------------------------------------------------------------------------------
+
+
+def serve(fd: int) -> None:
+    """Make the engine of the first message, then answer until the learner's process has closed the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the learner decides when the run ends
+    faulthandler.enable()
+    connection = Connection(fd)
+    try:
+        asyncio.run(_serve(connection))
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+async def _serve(connection: Connection) -> None:
+    loop, asked = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str, Any]]()
+    number, _, start = pickle.loads(connection.recv_bytes())
+    try:
+        engine = HostedEngine(pickle.loads(start))
+    except BaseException as error:
+        _send(connection, number, None, error)
+        return
+    _send(connection, number, *await engine.answer("facts", ()))
+    threading.Thread(target=_receive, args=(connection, loop, asked), daemon=True).start()
+    calls = dict[int, asyncio.Task[None]]()
+    while True:
+        number, method, given = await asked.get()
+        if method == CANCEL:
+            if (task := calls.get(given)) is not None:
+                task.cancel()
+            continue
+        calls[number] = loop.create_task(_answer(engine, connection, number, method, given))
+        calls[number].add_done_callback(lambda _, n=number: calls.pop(n))
+
+
+async def _answer(engine: HostedEngine, connection: Connection, number: int, method: str, given: Any) -> None:
+    try:
+        value, report = await engine.answer(method, given)
+    except asyncio.CancelledError:
+        return
+    except BaseException as error:
+        _send(connection, number, None, error)
+    else:
+        _send(connection, number, value, report)
+
+
+def _send(connection: Connection, number: int, value: Any, last: EngineReport | BaseException | None) -> None:
+    failed = isinstance(last, BaseException)
+    message = (number, value, portable(last) if failed else None, None if failed else last)
+    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, asked: asyncio.Queue[Any]) -> None:
+    """Pass on what comes. When the learner's process is gone, this one has nothing left to do."""
+    while True:
+        try:
+            message = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+        loop.call_soon_threadsafe(asked.put_nowait, message)
+
+
+# --- in the learner's process ----------------------------------------------------------------------------------------
+
+
+class ProcessHost:
+    """`host.EngineHost` over a process. It begins at once; the first answer, to `started`, comes when it can sample.
+
+    Args:
+        start: a pickled `hosted.EngineStart`.
+        threads: of torch in the process.
+        cores: the CPU cores that it may use; None: those of this process.
+    """
+
+    def __init__(self, name: str, start: bytes, *, threads: int, cores: frozenset[int] | None) -> None:
+        self.name = name
+        self._calls = OpenCalls()
+        self._folder = tempfile.TemporaryDirectory(prefix="posttrain-engine-")
+        ours, theirs = socket.socketpair()
+        code = COMMAND.format(path=sys.path, module=__name__, fd=theirs.fileno())
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            )
+        theirs.close()
+        if cores is not None:
+            os.sched_setaffinity(self._process.pid, cores)
+        atexit.register(self.close)
+        self._connection = Connection(ours.detach())
+        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        number, self.started = self._calls.begin()
+        self._out.put(pickle.dumps((number, START, start)))
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._write, self._read)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def died(self) -> str:
+        return self._calls.died
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def call(self, method: str, *given: Any) -> Future[Any]:
+        number, future = self._calls.begin()
+        if not future.done():
+            future.add_done_callback(lambda f: self._cancelled(number) if f.cancelled() else None)
+            self._out.put(pickle.dumps((number, method, given), pickle.HIGHEST_PROTOCOL))
+        return future
+
+    def _cancelled(self, number: int) -> None:
+        self._calls.drop(number)
+        self._out.put(pickle.dumps((0, CANCEL, number)))
+
+    def take_report(self) -> EngineReport:
+        return self._calls.take_report()
+
+    def kill(self, why: str) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._process.wait()
+        self._calls.die(f"{why}{self._last_words()}")
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._calls.die("it was closed at the end of the run")
+        self._out.put(None)
+        self._shut()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for thread in self._threads:
+            thread.join(END_SECONDS)
+        with contextlib.suppress(OSError):
+            self._connection.close()
+        self._folder.cleanup()
+
+    def _shut(self) -> None:
+        """Close both directions, so that whoever reads or writes here or there stops."""
+        if self._connection.closed:
+            return
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as both:
+            both.shutdown(socket.SHUT_RDWR)
+
+    def _write(self) -> None:
+        while (message := self._out.get()) is not None:
+            try:
+                self._connection.send_bytes(message)
+            except OSError:
+                return  # the reader says why
+
+    def _read(self) -> None:
+        while True:
+            try:
+                number, value, error, report = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                self._calls.die(self._cause())
+                return
+            self._calls.end(number, value, error, report)
+
+    def _cause(self) -> str:
+        """Why the process has closed its end."""
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"it closed its connection and goes on as process {self.pid}{self._last_words()}"
+        how = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {_signal(-code)}"
+        return f"{how}{self._last_words()}"
+
+    def _last_words(self) -> str:
+        memory = self._calls.memory
+        read = f"; its memory was {memory / 2**20:,.0f} MiB at the last reading" if memory else ""
+        with contextlib.suppress(OSError):
+            if lines := self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]:
+                return f"{read}. Its last words:\n" + "\n".join(lines)
+        return read
+
+    @property
+    def _log(self) -> Path:
+        return Path(self._folder.name) / "log"
+
+
+def _signal(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"{name} (the system may have run out of memory)" if number == signal.SIGKILL else name

@@ -1,0 +1,112 @@
+"""The engine inside a process of its own: what the pool asks of it, by name. Both processes and Ray actors run it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.gauge import Gauges, merge
+from posttrain.core.ports import Sampler
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Said
+from posttrain.engine.parcel.parcel import Parcel, WeightReceiver
+
+REPORT_EVERY = 0.25
+"""Seconds between two reports that travel with answers."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine is, told once when it has started."""
+
+    version: int
+    keeps_sets: bool
+    draws_by_place: bool
+    context: int
+    described: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine counted since its last report, and its memory now."""
+
+    gauges: Gauges = field(default_factory=Gauges)
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    memory: int = 0
+    """Bytes of main memory of its process; 0 where the system does not tell."""
+
+    def __add__(self, later: EngineReport) -> EngineReport:
+        names = {*self.seconds, *later.seconds}
+        seconds = {n: self.seconds.get(n, 0.0) + later.seconds.get(n, 0.0) for n in names}
+        return EngineReport(merge(self.gauges, later.gauges), seconds, later.memory or self.memory)
+
+
+@dataclass(frozen=True)
+class EngineStart:
+    """How the process of an engine makes its two parts. It is pickled, so both are functions of modules."""
+
+    engine: Callable[[], Sampler]
+    receiver: Callable[[], WeightReceiver]
+
+
+class HostedEngine:
+    """One engine and the receiver of its weights."""
+
+    def __init__(self, start: EngineStart) -> None:
+        self._engine, self._receiver = start.engine(), start.receiver()
+        self._reported = self._installed = 0.0
+
+    async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
+        """The value of one call, with a report where one is due."""
+        value = await getattr(self, method)(*given)
+        if method == "generate" and time.monotonic() - self._reported < REPORT_EVERY:
+            return value, None
+        self._reported = time.monotonic()
+        seconds, self._installed = {**self._engine.clock(), "sync/install": self._installed}, 0.0
+        return value, EngineReport(self._engine.gauges(), seconds, memory())
+
+    async def facts(self) -> EngineFacts:
+        e = self._engine
+        described = getattr(e, "describe", lambda: "")()
+        return EngineFacts(e.version, e.keeps_sets, e.draws_by_place, e.context, described, os.getpid())
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        return await self._engine.generate(ids, sampling, place)
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        return await self._engine.score(ids)
+
+    async def install(self, parcel: Parcel) -> str:
+        """Serve the weights of a parcel; returns their fingerprint. All tensors are checked before one is loaded."""
+        begun = time.perf_counter()
+        served = await self._engine.load(parcel.version, self._receiver.read(parcel))
+        self._installed += time.perf_counter() - begun
+        return served
+
+    async def report(self) -> None:
+        """Nothing but the report that comes with the answer."""
+
+
+def memory() -> int:
+    """Bytes of main memory that this process has now; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error where it can travel between processes as it is, else one with its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,172 @@
+"""An engine as an actor of a Ray cluster (`pip install "posttrain[ray]"`). The actor runs `hosted.HostedEngine`, as a
+process does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+from concurrent.futures import Future
+from typing import Any
+
+from posttrain.core.errors import ConfigError, EngineError
+from posttrain.engine.pool.host import OpenCalls
+from posttrain.engine.pool.hosted import EngineFacts, EngineReport, HostedEngine, portable
+
+AT_ONCE = 100_000
+"""Calls that an actor takes at once. What it computes at once is the engine's own decision."""
+
+
+class RayEngine:
+    """The actor. Errors are returned, so that Ray's own errors always mean that the actor is lost."""
+
+    def __init__(self, start: bytes) -> None:
+        self._start: bytes | None = start
+        self._engine: HostedEngine | None = None
+
+    async def answer(self, method: str, given: Any) -> tuple[Any, BaseException | None, EngineReport | None]:
+        """(value, error, report) of one call. The first one makes the engine."""
+        try:
+            if self._engine is None:
+                assert self._start is not None
+                self._engine, self._start = HostedEngine(pickle.loads(self._start)), None
+            value, report = await self._engine.answer(method, given)
+        except Exception as error:
+            return None, portable(error), None
+        return value, None, report
+
+
+class RayCluster:
+    """A connection to a cluster, with CPUs for all engines reserved at once.
+
+    Args:
+        address: of a cluster that runs already; None: one is started on this machine and ended by `close`.
+        engines: how many engines will be placed.
+        cpus: CPUs that each reserves; 0: none.
+        timeout: seconds that the reservation may take.
+
+    Raises:
+        ConfigError: the cluster does not answer, or it has too few CPUs.
+    """
+
+    def __init__(self, address: str | None, engines: int, cpus: int, timeout: float) -> None:
+        import ray
+
+        self._own = not ray.is_initialized()
+        self.cpus = cpus
+        path = os.pathsep.join(p for p in sys.path if p)
+        if self._own:
+            try:
+                ray.init(
+                    address=address,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    runtime_env={"env_vars": {"PYTHONPATH": path}},
+                    **({} if address is not None else {"num_cpus": max(engines * cpus, 1)}),
+                )
+            except ConnectionError as error:
+                raise ConfigError(
+                    f"placement.address={address}: no Ray cluster answers there ({error}). Start one with `ray start"
+                    " --head`, or leave the address out"
+                ) from error
+        self.group: Any = None
+        if cpus:
+            from ray.util.placement_group import placement_group
+
+            self.group = placement_group([{"CPU": cpus}] * engines, strategy="PACK")
+            if not self.group.wait(timeout):
+                has = ray.cluster_resources().get("CPU", 0)
+                self.close()
+                raise ConfigError(
+                    f"placement.engines={engines} with placement.cores={cpus} are {engines * cpus} CPUs, and the Ray"
+                    f" cluster has {has:g}: take fewer, or add nodes"
+                )
+
+    def close(self) -> None:
+        """Give the CPUs back, and end what was started."""
+        import ray
+
+        if self.group is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            with contextlib.suppress(Exception):
+                remove_placement_group(self.group)
+        if self._own:
+            ray.shutdown()
+
+
+class RayHost:
+    """`host.EngineHost` over an actor. Its first answer, to `started`, comes when it can sample."""
+
+    def __init__(self, name: str, start: bytes, cluster: RayCluster, number: int, *, threads: int) -> None:
+        import ray
+
+        self.name, self._ray = name, ray
+        self._calls = OpenCalls()
+        how: dict[str, Any] = {
+            "num_cpus": cluster.cpus,
+            "max_concurrency": AT_ONCE,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+        }
+        if cluster.group is not None:
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+            how["scheduling_strategy"] = PlacementGroupSchedulingStrategy(cluster.group, number)
+        self._actor: Any = ray.remote(RayEngine).options(**how).remote(start)
+        self._pid: int | None = None
+        self.started: Future[EngineFacts] = self.call("facts")
+        self.started.add_done_callback(self._known)
+
+    @property
+    def died(self) -> str:
+        return self._calls.died
+
+    @property
+    def pid(self) -> int | None:
+        return self._pid
+
+    def call(self, method: str, *given: Any) -> Future[Any]:
+        number, future = self._calls.begin()
+        if not future.done():
+            ref = self._actor.answer.remote(method, given)
+            future.add_done_callback(lambda f: self._cancelled(number, ref) if f.cancelled() else None)
+            ref.future().add_done_callback(lambda done: self._answered(number, done))
+        return future
+
+    def take_report(self) -> EngineReport:
+        return self._calls.take_report()
+
+    def kill(self, why: str) -> None:
+        self._calls.die(f"{why}{self._memory()}")
+        with contextlib.suppress(Exception):
+            self._ray.kill(self._actor, no_restart=True)
+
+    def close(self) -> None:
+        self.kill("it was closed at the end of the run")
+
+    def _cancelled(self, number: int, ref: Any) -> None:
+        self._calls.drop(number)
+        with contextlib.suppress(Exception):
+            self._ray.cancel(ref)
+
+    def _answered(self, number: int, done: Future[Any]) -> None:
+        try:
+            value, error, report = done.result()
+        except self._ray.exceptions.TaskCancelledError:
+            self._calls.drop(number)
+        except self._ray.exceptions.RayActorError as error:
+            self._calls.die(f"its actor is lost: {str(error).strip()}{self._memory()}")
+        except BaseException as error:
+            self._calls.end(number, None, EngineError(f"{self.name}, through Ray: {error}"), None)
+        else:
+            self._calls.end(number, value, error, report)
+
+    def _known(self, started: Future[EngineFacts]) -> None:
+        if not started.cancelled() and started.exception() is None:
+            self._pid = started.result().pid
+
+    def _memory(self) -> str:
+        memory = self._calls.memory
+        return f"; its memory was {memory / 2**20:,.0f} MiB at the last reading" if memory else ""

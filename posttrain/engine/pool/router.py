@@ -1,0 +1,88 @@
+"""Which engine a turn goes to: where its beginning is cached, as long as that engine is not much busier than others.
+
+`choose` is a pure function of what is known of the engines, so its properties are laws (tests/laws/test_placement.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+BLOCK = 16
+"""Tokens of a block: engines share cached beginnings by whole blocks."""
+CALLS_AHEAD = 8
+"""By how many turns of the size of this one an engine may be ahead of the least busy one and still get it."""
+KEPT = 4096
+"""Beginnings that are remembered of each engine."""
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What is known of an engine when a turn is given away."""
+
+    busy: int
+    """Tokens that it was asked for and has not answered yet, those of prompts included."""
+    cached: int
+    """Tokens of this turn's beginning that it has computed before."""
+    ready: bool = True
+
+
+def choose(tokens: int, engines: Sequence[EngineLoad]) -> int | None:
+    """The number of the engine for a turn of at most `tokens`; None where none is ready.
+
+    Of the engines that are at most `CALLS_AHEAD` such turns ahead of the least busy one, the one that has cached most
+    of it; of these the least busy one; of these the first.
+
+    >>> choose(10, [EngineLoad(30, 16), EngineLoad(0, 0)])
+    0
+    >>> choose(10, [EngineLoad(90, 16), EngineLoad(0, 0)])
+    1
+    """
+    ready = [i for i, e in enumerate(engines) if e.ready]
+    if not ready:
+        return None
+    least = min(engines[i].busy for i in ready)
+    near = [i for i in ready if engines[i].busy - least <= CALLS_AHEAD * tokens]
+    return min(near, key=lambda i: (-engines[i].cached, engines[i].busy, i))
+
+
+class Beginnings:
+    """The beginnings that one engine has computed since its last weights. The oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, ids: np.ndarray) -> None:
+        """It computes int32 [T] `ids`."""
+        for _, digest in _blocks(ids):
+            self._known[digest] = None
+            self._known.move_to_end(digest)
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
+
+    def cached(self, ids: np.ndarray) -> int:
+        """How many of the first tokens of `ids` it has computed."""
+        found = 0
+        for length, digest in _blocks(ids):
+            if digest in self._known:
+                found = length
+            elif length % BLOCK == 0:
+                break
+        return found
+
+    def forget(self) -> None:
+        self._known.clear()
+
+
+def _blocks(ids: np.ndarray) -> Iterator[tuple[int, bytes]]:
+    """(length, digest) of the beginnings that end at a block, and of all of `ids`."""
+    whole = hashlib.blake2b(digest_size=8)
+    raw = np.ascontiguousarray(ids, np.int32)
+    for start in range(0, len(raw), BLOCK):
+        piece = raw[start : start + BLOCK]
+        whole.update(piece.tobytes())
+        yield start + len(piece), whole.digest()

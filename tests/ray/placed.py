@@ -1,0 +1,107 @@
+"""Engines as actors of a real Ray cluster, which the test starts and ends (`make test-ray`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from posttrain.core import reader
+from posttrain.core.errors import ConfigError, EngineError
+from posttrain.core.placement import Local, Ray
+from posttrain.core.types import Said
+from posttrain.engine.parcel.receiver import ParcelReceiver
+from posttrain.engine.parcel.sender import ParcelSender
+from posttrain.engine.parcel.shared import SharedCarrier
+from posttrain.engine.pool.engine_pool import EnginePool
+from posttrain.engine.pool.hosted import EngineFacts, EngineStart
+from posttrain.engine.pool.ray_host import RayCluster, RayHost
+from tests.laws.test_placement import Killer, placed, played
+from tests.rooms.pool_parts import PLAIN, KnownSampler, Refuses, known, prompt
+
+KILLS = int(os.environ.get("POSTTRAIN_SWEEP_KILLS", "3"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    there = RayCluster(None, 2, 1, 60.0)
+    yield there
+    there.close()
+
+
+def actor_pool(cluster: RayCluster, engine: object = KnownSampler) -> EnginePool:
+    start = pickle.dumps(EngineStart(engine, ParcelReceiver))  # type: ignore[arg-type]
+
+    def new(number: int) -> tuple[RayHost, Future[EngineFacts]]:
+        host = RayHost(f"engine {number}", start, cluster, number, threads=1)
+        return host, host.started
+
+    return EnginePool(new, ParcelSender(SharedCarrier()), count=2, timeout=60.0, deaths=3)
+
+
+def test_an_address_where_no_cluster_is_says_so() -> None:
+    """It comes first: a process has one connection to Ray."""
+    with pytest.raises(ConfigError, match=r"placement.address=127.0.0.1:1: no Ray cluster answers"):
+        RayCluster("127.0.0.1:1", 1, 0, 5.0)
+
+
+def test_a_killed_actor_is_replaced_and_its_turns_are_asked_again(cluster: RayCluster) -> None:
+    import torch
+
+    pool = actor_pool(cluster)
+    first = pool.engines[0].host.pid
+    assert first is not None and first != os.getpid()
+
+    async def play() -> list[Said]:
+        assert await pool.load(3, [("w", torch.tensor(2.0))]) == "weight 2"
+        os.kill(first, signal.SIGKILL)
+        found = await asyncio.gather(*(pool.generate(prompt(t), PLAIN, t) for t in range(40)))
+        await pool.score(prompt())  # waits for the new one
+        return found
+
+    found = asyncio.run(play())
+    assert all((s.ids == known(prompt(t), t, 2.0)).all() and (s.version == 3).all() for t, s in enumerate(found))
+    assert pool.clock()["engine/deaths"] == 1 and pool.engines[0].host.pid != first
+    pool.close()
+
+
+def test_a_start_that_fails_tells_its_cause(cluster: RayCluster) -> None:
+    with pytest.raises(ConfigError, match="there is no such model"):
+        actor_pool(cluster, partial(Refuses, "raises"))
+    with pytest.raises(EngineError, match="engine 0 did not start: its actor is lost"):
+        actor_pool(cluster, partial(Refuses, "exits"))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_engines_on_ray_change_no_bit_though_they_are_killed(
+    staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: RayCluster
+) -> None:
+    local = played(placed(Local(), staleness, steps=8), tmp_path / "local")
+    run = placed(Ray(engines=2, deaths=KILLS + 2), staleness, steps=8)
+    assert played(run, tmp_path / "ray") == local
+    killer, begin = Killer(7, 0.5, KILLS), EnginePool.__init__
+
+    def watched(self: EnginePool, *args: object, **kwargs: object) -> None:
+        begin(self, *args, **kwargs)  # type: ignore[arg-type]
+        killer.pools.append(self)
+
+    monkeypatch.setattr(EnginePool, "__init__", watched)
+    killer.thread.start()
+    try:
+        assert played(replace(run), tmp_path / "killed") == local
+    finally:
+        killer.over.set()
+        killer.thread.join()
+    told = sum(s.clock.get("engine/deaths", 0) for s in reader.steps(tmp_path / "killed"))
+    print(f"{killer.killed} actors killed, {told:g} told in the record")
+    assert killer.killed

@@ -1,0 +1,140 @@
+"""Whole runs whose engines are elsewhere, as a user starts them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_parts import SMALL, mine, model_at, moved, play
+
+import posttrain
+from posttrain.api import main
+from posttrain.controller.interrupt import Interrupted
+from posttrain.controller.stages.reinforce import ReinforceDriver
+from posttrain.core import reader, record
+from posttrain.core.asker import DEADLY
+from posttrain.core.experience import Experience
+from posttrain.core.gauge import Step
+from posttrain.core.placement import Local, Processes
+from posttrain.core.types import Segment
+from posttrain.faults import FAULTS
+from tests import faulty
+from tests.laws.test_placement import outcome, placed, played
+
+pytestmark = pytest.mark.prove
+TINY = ("sft.steps=4", "sft.batch=8", "rl.steps=3", "rl.prompts=4", "rl.siblings=3", "rl.eval_every=0", "env.heldout=4")
+
+
+def test_the_command_line_places_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("placement=processes", "placement.engines=2", "placement.cores=1", "placement.delta=true")
+    play(tmp_path / "run", "arithmetic", *SMALL, *TINY, *words)
+    said = capsys.readouterr().out
+    assert "2 engines in processes of their own; engine: embedded" in said
+    assert re.search(r"2 of 2 engines ready, \d+ turns and \d+ tokens in flight", said)
+    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    assert all({"engine/step", "engine/deaths", "sync/transfer", "sync/install"} <= s.clock.keys() for s in steps)
+    assert reader.run_file(tmp_path / "run").run.placement == Processes(engines=2, cores=1, delta=True)
+    assert not [p for p in Path("/dev/shm").iterdir() if f"-{os.getpid()}-" in p.name], "no weights are left"
+
+
+def test_a_cut_run_goes_on_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begun in one process, gone on in two others, the same bits."""
+    whole = played(placed(Local()), tmp_path / "whole")
+    remember = ReinforceDriver.remember
+
+    def cut(self: ReinforceDriver, asked: Experience, step: Step) -> Step:
+        if asked.index == 2:
+            self.stopper.stop(15)
+        return remember(self, asked, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReinforceDriver, "remember", cut)
+        with pytest.raises(Interrupted):
+            played(placed(Local()), tmp_path / "cut")
+    main.run("placement=processes", "placement.engines=2", resume=tmp_path / "cut", quiet=True)
+    assert outcome(tmp_path / "cut") == whole
+
+
+def test_weights_in_files_as_deltas_change_no_bit(tmp_path: Path) -> None:
+    local = played(placed(Local()), tmp_path / "local")
+    assert played(placed(Processes(engines=2, transport="file", delta=True)), tmp_path / "placed") == local
+
+
+def test_a_task_that_kills_engines_ends_on_the_dead_letter_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt of one task kills whatever engine reads it. Its episodes fail by name, and all others are those of a
+    run without it."""
+    run = placed(Processes(engines=2, deaths=2), steps=2)
+    main.run(replace(run, placement=Local()), out=tmp_path / "whole", quiet=True)
+    rows = [r for r in reader.episode_files(tmp_path / "whole") if (r.stage, r.kind) == ("rl", "train")]
+    first = record.from_columns(record.read_columns(rows[0].path))
+    task = first[0].episode.task.id
+    (tmp_path / "poison.py").write_text(POISON)
+    monkeypatch.setenv("POSTTRAIN_TEST_POISON", " ".join(map(str, prompt_of(first[0].episode.segments[0]))))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("posttrain.api.placed.EngineParts", importlib.import_module("poison").DeadlyParts)
+    main.run(run, out=tmp_path / "poisoned", quiet=True)
+    rows = [r for r in reader.episode_files(tmp_path / "poisoned") if (r.stage, r.kind) == ("rl", "train")]
+    found = record.from_columns(record.read_columns(rows[0].path))
+    failed = [e.episode for e in found if e.episode.reward is None]
+    assert {e.task.id for e in failed} == {task}
+    assert all(e.verdicts[0].source == DEADLY and "2 engines died" in e.error for e in failed)
+    others = {(e.episode.task.id, e.episode.sibling): e.episode for e in found if e.episode.task.id != task}
+    assert others and all(
+        np.array_equal(e.episode.segments[0].ids, others[(e.episode.task.id, e.episode.sibling)].segments[0].ids)
+        for e in first
+        if e.episode.task.id != task
+    )
+    note = next(n for s in reader.steps(tmp_path / "poisoned") for n in s.notes if n.startswith("dead letter"))
+    assert f"task {task!r}, visit 0, sibling" in note and "2 engines died" in note
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return faulty.start(tmp_path_factory.mktemp("start"))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_run_whose_engine_is_killed_is_healthy(staleness: int, model: Path, tmp_path: Path) -> None:
+    """The run in which faults between learner and engines are planted (tests/prove/test_trust.py), without them."""
+    run = faulty.smallest(FAULTS["dead_engine_counted_twice"], model, tmp_path, steps=6, staleness=staleness)
+    posttrain.run(run, out=tmp_path / "healthy", quiet=True)
+    steps = reader.steps(tmp_path / "healthy")
+    assert [s.index for s in steps] == [*range(1, 7)]
+    assert sum(s.clock["engine/deaths"] for s in steps) == 1
+    assert not [n for s in steps for n in s.notes if n.startswith("rule ")]
+
+
+def test_an_adapter_reaches_engines_elsewhere(tmp_path: Path) -> None:
+    """The base weights are in the process; each push brings the adapter alone."""
+    words = mine(tmp_path / "mine")
+    play(tmp_path / "run", *words, f"model={model_at(tmp_path / 'model')}", "model.lora.rank=2", "placement=processes")
+    assert moved(tmp_path / "run")
+
+
+def prompt_of(segment: Segment) -> list[int]:
+    return [int(i) for i in segment.ids[: int(np.argmax(segment.mask))]]
+
+
+POISON = """
+import os, signal
+from posttrain.api.placed import EngineParts
+
+class DeadlyParts(EngineParts):
+    def __call__(self):
+        engine = super().__call__()
+        deadly = [int(i) for i in os.environ["POSTTRAIN_TEST_POISON"].split()]
+        generate = engine.generate
+        async def dies(ids, *more, **how):
+            if ids.tolist() == deadly:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return await generate(ids, *more, **how)
+        engine.generate = dies
+        return engine
+"""
