@@ -173,6 +173,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(base, stages=base.stages[:1])
     if needs in ("reward_model", "judge"):
         run = _rewarded(run, needs)
+    if needs in ("judging", "votes", "yes"):
+        run = _judging(run, needs, folder)
     if needs in ("preference", "online", "reject"):
         run = replace(run, stages=(_stage(needs, steps),))
     return run
@@ -209,6 +211,26 @@ def _rewarded(run: Run, needs: str) -> Run:
     paid = replace(judged, rewards=(Reward(function="model:stage:rm"),), measured=True)
     rl = replace(run.stages[-1], sampling=Sampling(max_tokens=8))
     return replace(run, model=model, env=paid, stages=(rm, rl))
+
+
+def _judging(run: Run, needs: str, folder: Path) -> Run:
+    """A policy that learns to judge; with `votes` or `yes` one that such a judge, made beforehand, pays."""
+    model, sampling = replace(MODEL, context=96), Sampling(max_tokens=24)
+    sft = Supervised(
+        name="sft", style="verdict", steps=60, batch=16, optimizer=Optimizer(lr=5e-3, warmup=5), eval=False
+    )
+    rl = replace(run.stages[-1], sampling=sampling)
+    if needs == "judging":
+        return replace(run, model=model, env=Env(name="judge", heldout=8), stages=(sft, rl))
+    made = folder / f"judge-{needs}"
+    if not (made / "run.json").exists():
+        env = Env(name="judge", args={"format": "rm_r1" if needs == "votes" else "genrm"}, heldout=4)
+        once = replace(tiny_run(), model=model, env=env, stages=(sft, replace(rl, steps=1)))
+        posttrain.run(once, out=made, quiet=True)
+    paid = (Reward(function=f"judge:{made}"),)
+    env = Env(name="replies", args={"numbers": 2, "max_number": 9}, heldout=10, rewards=paid, measured=True)
+    rl = replace(run.stages[-1], sampling=Sampling(max_tokens=8), max_failed=0.9)
+    return replace(run, model=replace(MODEL, context=64), env=env, stages=(rl,))
 
 
 def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = False, **rl: Any) -> Caught | None:

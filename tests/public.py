@@ -55,7 +55,8 @@ PUBLIC = {
     "posttrain.core.content": "ContentPart",
     "posttrain.core.seats": "SeatTurn",
     "posttrain.core.verdict": "State Verdict Judged outcome",
-    "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow Judgements Together Verify Write",
+    "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow Judgements Judging Measures Together"
+    " Verify Write",
     "posttrain.environment.make": "environment",
     "posttrain.environment.single": "SingleTurn Generated Listed require",
     "posttrain.environment.generated": "GeneratedTasks",
@@ -76,7 +77,7 @@ PUBLIC = {
     "posttrain.sandbox.port": "Call ProgramLimits Ran SandboxBroken SandboxUnavailableError",
     # where parts meet
     "posttrain.core.ports": "Sampler Scorer Examiner Reference Learner Transport TaskSource Utterance Attempt Seat Talk"
-    " Dialogue PairRenderer Environment EpisodeJudge Tracker",
+    " Dialogue PairRenderer Environment EpisodeJudge ComparingJudge Tracker",
     "posttrain.core.shards": "Shard",
     "posttrain.core.scores": "TokenScores",
     "posttrain.core.batch": "Packed Batch",

@@ -19,7 +19,7 @@ from posttrain.api.engines import keep_timeline, make_opponent
 from posttrain.api.environments import distinct
 from posttrain.api.placed import placed_engine
 from posttrain.api.request import check_lengths
-from posttrain.api.reward_models import RewardModels, with_reward_head
+from posttrain.api.reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.api.target import open_policy
 from posttrain.checks.watch import observers, of_run
 from posttrain.controller.parts import RunParts, StageSetting, nothing_waits
@@ -42,11 +42,11 @@ from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze, frozen_module
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.environment.rows import placed
+from posttrain.role.generative_judge import GenerativeJudge
 from posttrain.role.judgements import FittingTasks
 from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
 from posttrain.role.probe import packed_text
-from posttrain.role.reward_judge import RewardModelJudge
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 
@@ -225,7 +225,7 @@ def make_roles(
     run: Run,
     policy: Policy,
     env: Environment,
-    judges: Sequence[RewardModelJudge] | None = None,
+    judges: Sequence[ModelJudge] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> PolicyRoles:
     """The learner, the engine (with its own copy of the weights) and the rollout of one policy.
@@ -249,9 +249,15 @@ def make_roles(
     rollout = Rollout(
         engine, env, lambda task: RenderedDialogue(renderer, task), run.seed, renderer, run.env.limits, found
     )
-    return PolicyRoles(
-        learner, engine, renderer, rollout, Sync(learner, engine, probe_ids(policy), run.model.dtype), serving.close
-    )
+
+    def close() -> None:
+        serving.close()
+        for judge in found:
+            if isinstance(judge, GenerativeJudge):
+                judge.close()
+
+    sync = Sync(learner, engine, probe_ids(policy), run.model.dtype)
+    return PolicyRoles(learner, engine, renderer, rollout, sync, close)
 
 
 def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> StageOptimizer:
@@ -282,7 +288,7 @@ class TrainedJudges:
     say: Callable[[str], None]
     _said: set[str] = field(default_factory=set[str])
 
-    def __call__(self, stage: Stage) -> tuple[RewardModelJudge, ...]:
+    def __call__(self, stage: Stage) -> tuple[ModelJudge, ...]:
         before = tuple(s.name for s in self.run.stages[: self.run.stages.index(stage)])
         found = self.models.judges(self.run.env_of(stage), before)
         for line in (j.line for j in found if j.line not in self._said):
@@ -321,12 +327,13 @@ def make_parts(
         say("compiling the learner's layers (model.compile=true) ...")
         say(learner.compile(packed_text(probe_ids(policy))))
     others = others or {}
-    for line in (j.line for j in roles.rollout.judges if isinstance(j, RewardModelJudge)):
+    for line in (j.line for j in roles.rollout.judges if isinstance(j, ModelJudge)):
         say(line)
 
     def close() -> None:
         keep_timeline(roles.engine, book.folder)
         roles.close()
+        models.close()
 
     _check_optimizers(run, list(learner.parameters()))
     return RunParts(

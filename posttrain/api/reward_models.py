@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.api.generative_judges import generative_judge
 from posttrain.api.reward_paths import trained_model
 from posttrain.api.target import kept_policy
 from posttrain.core.batch import Packed
@@ -26,9 +27,12 @@ from posttrain.engine.readout import read_out
 from posttrain.engine.reward_folder import read_reward_model
 from posttrain.engine.transform import logit_dtype
 from posttrain.environment.render import Renderer
+from posttrain.role.generative_judge import GenerativeJudge
 from posttrain.role.reward_judge import JudgeMember, RewardModelJudge
 from posttrain.role.weights import load_weights
 
+ModelJudge = RewardModelJudge | GenerativeJudge
+"""A judge of finished episodes that `env.rewards` names."""
 RESOLUTIONS = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 3e-2}
 """Relative difference up to which two scores count as equal, by the dtype they are computed in: its rounding, over the
 layers of a model."""
@@ -61,8 +65,9 @@ class RewardModels:
     def __init__(self, run: Run, policy: Policy, folder: Path | None = None) -> None:
         self._run, self._policy, self._folder = run, policy, folder
         self._members: dict[str, JudgeMember] = {}
+        self._made: list[GenerativeJudge] = []
 
-    def judges(self, env: Env, trained: Collection[str] | None = None) -> tuple[RewardModelJudge, ...]:
+    def judges(self, env: Env, trained: Collection[str] | None = None) -> tuple[ModelJudge, ...]:
         """The judges of an environment's rewards that are models, in order.
 
         Args:
@@ -72,8 +77,10 @@ class RewardModels:
         Raises:
             ConfigError: a path is no reward model, or one whose context is too short.
         """
-        asked = [r for r in env.rewards if r.models and bool(r.stages) is (trained is not None)]
-        out = [self._judge(r) for r in asked if set(r.stages) <= set(trained or ())]
+        asked = [r for r in env.rewards if r.by_model and bool(r.stages) is (trained is not None)]
+        out: list[ModelJudge] = [
+            self._generative(r) if r.judge else self._judge(r) for r in asked if set(r.stages) <= set(trained or ())
+        ]
         names = [j.name for j in out]
         if twice := [n for n in names if names.count(n) > 1]:
             raise ConfigError(
@@ -81,6 +88,16 @@ class RewardModels:
                 " the directories"
             )
         return tuple(out)
+
+    def close(self) -> None:
+        """Stop the threads of generative judges."""
+        for judge in self._made:
+            judge.close()
+
+    def _generative(self, reward: Reward) -> GenerativeJudge:
+        made = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], reward_member)
+        self._made.append(made)
+        return made
 
     def _judge(self, reward: Reward) -> RewardModelJudge:
         members = tuple(self._member(path) for path in reward.models)
@@ -108,7 +125,7 @@ class RewardModels:
             assert self._folder is not None
             member = _as_member(name, _frozen(stage_policy(self._folder, name)), None)
             return replace(member, stage=name)
-        return _member(self._run, path, self._policy)
+        return reward_member(self._run, path, self._policy)
 
 
 class FrozenRewards:
@@ -131,7 +148,7 @@ class FrozenRewards:
         return {**dict(named_tensors(self._policy.module)), **own}
 
 
-def judges_of(run: Run, policy: Policy, folder: Path | None) -> tuple[RewardModelJudge, ...]:
+def judges_of(run: Run, policy: Policy, folder: Path | None) -> tuple[ModelJudge, ...]:
     """The judges of the run's rewards that are models. `folder`: its run folder, where it has one."""
     kept = () if folder is None else tuple(p.name for p in (folder / KEPT).glob("[!.]*"))
     models = RewardModels(run, policy, folder)
@@ -171,7 +188,8 @@ def _words(reward: Reward) -> str:
     return "the worst of them" if reward.combine == "worst" else f"mean - {reward.pessimism:g} standard deviations"
 
 
-def _member(run: Run, path: str, policy: Policy) -> JudgeMember:
+def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
+    """The reward model at `path`, which reads the tokens of this policy, or writes the text anew in its own."""
     folder = Path(path).expanduser()
     if is_run(folder):
         found = reward_policy(folder)

@@ -25,6 +25,10 @@ def check_reward_models(run: Run) -> None:
         for i, reward in enumerate(env.rewards):
             for name in reward.stages:
                 _check_stage(run, f"{prefix}.rewards.{i}.function", env, name)
+            if reward.judge:
+                _check_judge(f"{prefix}.rewards.{i}.function", reward.judge)
+            if reward.meta is not None:
+                _check(f"{prefix}.rewards.{i}.meta", reward.meta)
             for path in reward.models:
                 if not path.startswith(STAGE):
                     _check(f"{prefix}.rewards.{i}.function", path)
@@ -50,6 +54,18 @@ def _check_stage(run: Run, setting: str, env: Env, name: str) -> None:
             f"{setting}=model:{STAGE}{name}: {early[0]} learns from what it samples before {name} has trained its"
             f" reward model: give {early[0]} rewards of its own ({early[0]}.env), or put it behind {name}"
         )
+
+
+def _check_judge(setting: str, path: str) -> None:
+    folder = Path(path).expanduser()
+    if not is_run(folder):
+        raise ConfigError(
+            f"{setting}=judge:{path}: {path} is no run folder. Train a judge first (posttrain run judge --out FOLDER),"
+            " and name its folder"
+        )
+    found = find(folder, "last")
+    if trained_at(run_file(folder).run.stages, found.state) is not None:
+        raise ConfigError(f"{setting}=judge:{path}: its weights are a reward model's; use env.rewards=model:{path}")
 
 
 def _check(setting: str, path: str) -> None:

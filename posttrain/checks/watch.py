@@ -12,6 +12,7 @@ from posttrain.checks.data import TaskCheck
 from posttrain.checks.draws import Bets, DrawsCheck
 from posttrain.checks.fresh import FreshCheck
 from posttrain.checks.frozen import FrozenCheck
+from posttrain.checks.generative import JudgingCheck, VotesCheck
 from posttrain.checks.history import StageHistory
 from posttrain.checks.imitation import ImitationCheck
 from posttrain.checks.live import LiveRules
@@ -58,6 +59,8 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         ProbeCheck(bets),
         VerifierCheck(history),
         RewardModelCheck(),
+        JudgingCheck(),
+        VotesCheck(),
         ChangeGauges(),
         LiveRules(history),
     ]
@@ -70,6 +73,7 @@ def imitation(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
         ScaleCheck(done=bool(steps)),
         FrozenCheck(),
         ImitationCheck(first=not steps),
+        JudgingCheck(),
     ]
 
 

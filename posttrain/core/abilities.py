@@ -16,7 +16,7 @@ from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.gauge import Gauges
 from posttrain.core.judgements import Judgement, Kind
 from posttrain.core.request import StepNumber
-from posttrain.core.types import Message, Task
+from posttrain.core.types import Group, Message, Task
 from posttrain.core.verdict import Judged, Verdict
 
 if TYPE_CHECKING:
@@ -135,6 +135,10 @@ class Judgements(Declared):
     utility: Callable[[Task, str], float] | None = None
     """The true value of a completion, where the environment knows it: what a judge without error would go by. No loss
     and no reward model reads it; it measures what they learned."""
+    features: Callable[[Task, str], Mapping[str, float]] | None = None
+    """What that value is made of, by name, each in 0..1."""
+    good: float = 0.5
+    """A completion of at least this value is good."""
 
     def __post_init__(self) -> None:
         if isinstance(self.kinds, str) or not self.kinds:
@@ -142,6 +146,32 @@ class Judgements(Declared):
                 f"Judgements(kinds={self.kinds!r}): give the kinds of judgement, such as ('pair',); where there is"
                 " none, leave judgements out of the abilities"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judging(Declared):
+    """How a policy that learned this environment judges the answers of another one (`env.rewards=judge:PATH`)."""
+
+    sides: int
+    """Completions that one judgement sees: 1 or 2."""
+    prompt: Callable[[str, Sequence[str]], str]
+    """What the judge is shown: the question and the completions, in this order."""
+    read: Callable[[str], tuple[float, ...] | None]
+    """The verdict's score of each completion; None where a text has no verdict."""
+    ends: tuple[str, ...]
+    """The words of a verdict: for the first side and for the second, or good and not good."""
+    regraded: Callable[[Task], Task]
+    """The same task as if the other verdict were right. Nothing that is shown of it may differ."""
+    better: Callable[[Task], int]
+    """The place of the better completion; of one completion, 1 good and 0 not good."""
+
+
+class Measures(Protocol):
+    """Measures held-out episodes beside their outcomes."""
+
+    def __call__(self, groups: Sequence[Group]) -> Gauges:
+        """Gauges whose names begin with `eval/`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +252,14 @@ class Abilities(Declared):
     tools: Callable[[Task], Sequence[Mapping[str, Any]]] | None = None
     """JSON schemas of the tools in a conversation about a task, if they are known before it is played. Without it the
     length that they add to a prompt is known only when the prompt is used."""
+
+    judging: Judging | None = None
+    """How to judge as this environment does. Without it a policy that was trained here cannot be a reward."""
+    measures: Measures | None = None
+    """What is measured of held-out episodes beside accuracy and reward. Without it nothing more is."""
+    seats: Callable[[Task], Mapping[str, Turns]] | None = None
+    """What the other seats of an episode say where the policy is a script. Without it no scripted policy can play an
+    episode in which they speak."""
 
     hint: Callable[[Task], str | tuple[Message, ...] | None] | None = None
     """The prompt of a task with its answer as a hint; None for a task that has no such prompt. What the policy says to

@@ -123,6 +123,8 @@ def _trackers(names: tuple[str, ...]) -> Found:
 
 def _reward(name: str) -> Found:
     found = Reward(function=name)
+    if found.judge:
+        return Kind.OUTSIDE, f"reads the judge in {_file(found.judge)}"
     outside = tuple(m for m in found.models if not m.startswith(STAGE))
     if found.models and not outside:
         return None
@@ -144,6 +146,7 @@ DECIDED: dict[str, Decision] = {
     "Env.args": lambda x, env: (Kind.CODE, f"is given to the environment's code as {x!r}") if _env(env.name) else None,
     "Env.prompts": lambda x, _: _data(x),
     "Reward.function": lambda x, _: _reward(x),
+    "Reward.meta": lambda x, _: _model(x),
     "SandboxSettings.name": lambda x, _: _sandbox(x),
     "SandboxSettings.token": lambda x, _: _secret(x) if x != SandboxSettings().token else None,
     "Embedded.draft": lambda x, _: _model(x),

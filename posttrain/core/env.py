@@ -13,6 +13,8 @@ Scalar = str | int | float | bool
 
 MODEL = "model:"
 """Begins a reward that is a reward model."""
+JUDGE = "judge:"
+"""Begins a reward that is a policy which learned to judge."""
 STAGE = "stage:"
 """Begins the name of a stage of the same run that trains one."""
 
@@ -24,7 +26,8 @@ class Reward:
     function: str
     """A verifier of posttrain (exact, last_integer, contains, math, code), or `path.py:function`. `model:PATH`: a
     reward model, in a directory, a run folder or on the hub; `model:stage:NAME`: the one that stage NAME of this run
-    trained; `model:A+B` combines several into one reward."""
+    trained; `model:A+B` combines several into one reward. `judge:PATH`: a policy that learned to judge, in the folder
+    of its run; it writes its reasons and votes."""
     weight: float = 1.0
     """Factor of its score in the sum of all rewards."""
     workers: int = 0
@@ -40,6 +43,14 @@ class Reward:
     """Of several reward models: their mean less `pessimism` standard deviations, or the worst."""
     pessimism: float = 0.0
     """How many standard deviations of several reward models are subtracted from their mean (2310.02743)."""
+    votes: int = 1
+    """Of a judge: judgements of each comparison, in each order of the two sides."""
+    rivals: int = 0
+    """Of a judge of pairs: each answer is compared with the next so many of its group, and so with twice as many. 0:
+    with all."""
+    meta: str | None = None
+    """Of a judge: a reward model of judgements (a directory, a run folder or a hub id) with the judge's tokenizer. The
+    half of the votes about a comparison that it scores highest counts (2504.02495)."""
     measured: bool = False
     """Nothing is learned from it. Held-out accuracy and mean reward are those of what is measured, beside what is
     paid, so that over-optimisation of a reward shows."""
@@ -56,7 +67,18 @@ class Reward:
             return ()
         return tuple(path.strip() for path in self.function.removeprefix(MODEL).split("+"))
 
+    @property
+    def judge(self) -> str:
+        """The run folder of a policy that learned to judge; '' where it is something else."""
+        return self.function.removeprefix(JUDGE).strip() if self.function.startswith(JUDGE) else ""
+
+    @property
+    def by_model(self) -> bool:
+        """Whether it is a reward model or a judge, which read the answers of a whole group."""
+        return bool(self.models) or self.function.startswith(JUDGE)
+
     def __post_init__(self) -> None:
+        self._check_judge()
         if self.models:
             self._check_models()
         elif self.combine != "mean" or self.pessimism:
@@ -69,6 +91,19 @@ class Reward:
                 f"reward {self.function!r}: workers={self.workers} must be >= 0 and timeout={self.timeout} > 0"
             )
         _check_resolution(f"reward {self.function!r}", self.resolution)
+
+    def _check_judge(self) -> None:
+        own = self.function.startswith(JUDGE)
+        if own and not self.judge:
+            raise ConfigError(f"reward {self.function!r}: name the run folder of a judge: judge:PATH")
+        if not own and (self.votes, self.rivals, self.meta) != (1, 0, None):
+            raise ConfigError(f"reward {self.function!r}: votes, rivals and meta are for judge:PATH; leave them out")
+        if self.votes < 1 or self.rivals < 0:
+            raise ConfigError(
+                f"reward {self.function!r}: votes={self.votes} must be at least 1 and rivals={self.rivals} at least 0"
+            )
+        if own and (self.workers or self.timeout is not None):
+            raise ConfigError(f"reward {self.function!r} has an engine of its own: leave workers and timeout out")
 
     def _check_models(self) -> None:
         if not all(self.models) or not all(self.stages):
@@ -135,8 +170,8 @@ class Env:
 
     @property
     def has_reward_models(self) -> bool:
-        """Whether reward models judge the answers, alone or beside others."""
-        return any(r.models for r in self.rewards)
+        """Whether reward models or generative judges judge the answers, alone or beside others."""
+        return any(r.by_model for r in self.rewards)
 
     def __post_init__(self) -> None:
         _check_resolution(f"env {self.name}", self.resolution)

@@ -313,6 +313,20 @@ REGISTRY: dict[str, Definition] = {
         "share",
         "rises; far above accuracy: RL has room",
     ),
+    "eval/first_chosen": Definition(
+        "share of a judge's verdicts on held-out pairs, each in both orders, that name the first side",
+        "share",
+        "0.5; away from it: position bias",
+    ),
+    "eval/length_bias": Definition(
+        "share of a judge's verdicts that name the longer side, minus the share of pairs in which it is the better one",
+        "share",
+        "0; above it: length pays",
+    ),
+    "eval/both_orders": Definition(
+        "share of held-out pairs that a judge judges right in both orders", "share", "rises; at most the accuracy"
+    ),
+    "eval/unread": Definition("share of a judge's held-out answers without a verdict that can be read", "share", "0"),
     "eval/metric/NAME": Definition("the same on held-out tasks", "its own", "its own"),
     "policy/ratio": Definition("pi / anchor, mean over tokens (of the episode, for sequence ratios)", "1", "near 1"),
     "policy/ratio_square": Definition(

@@ -74,6 +74,7 @@ async def judged(env: Environment, task: Task, turns: Sequence[str]) -> tuple[Ju
 async def _played(
     env: Environment, task: Task, turns: Sequence[str], stop: Stop | Sequence[Stop]
 ) -> tuple[Attempt, ScriptedPolicy]:
-    talk = ScriptedPolicy(turns, stop)
+    others = env.abilities.seats
+    talk = ScriptedPolicy(turns, stop, {} if others is None else others(task))
     end = await env.play(task, talk)
     return Attempt(task, tuple(talk.said), end, int, talk.state), talk  # in a script a character counts as a token

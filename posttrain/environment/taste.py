@@ -108,7 +108,7 @@ class Taste:
         def draw(task: Task, kind: Kind, rng: np.random.Generator) -> Judgement:
             return self.draw(task, kind, rng, write)
 
-        return Judgements(kinds=KINDS, draw=draw, utility=self.utility)
+        return Judgements(kinds=KINDS, draw=draw, utility=self.utility, features=self.features, good=self.good)
 
     def draw(self, task: Task, kind: Kind, rng: np.random.Generator, write: Writer) -> Judgement:
         """A judgement of completions that `write` writes, a function of the task, the kind and `rng`."""

@@ -45,8 +45,10 @@ class Fault:
     """What that run needs in addition to overrides: `resume`, `tool` (an environment with observations), `bos`, `chat`,
     `sft` (a supervised stage), `preference` (a stage that learns from pairs), `online` (one that learns from pairs of
     its own samples), `reject` (one that imitates its own samples), `reward_model` (a stage that trains one), `judge`
-    (reinforcement against one), `state` (a model with a recurrent state), `ahead` (groups asked ahead of the updates),
-    `ahead_resume` (the same, resumed), `pool` (two engines in processes, one of which is killed)."""
+    (reinforcement against one), `judging` (a policy that learns to judge), `votes` and `yes` (reinforcement paid by a
+    judge of pairs, and by one that says Yes or No), `state` (a model with a recurrent state), `ahead` (groups asked
+    ahead of the updates), `ahead_resume` (the same, resumed), `pool` (two engines in processes, one of which is
+    killed)."""
 
 
 FAULTS: dict[str, Fault] = {}

@@ -15,6 +15,7 @@ from posttrain.core.run import Run
 from posttrain.recipe.dpo import dpo
 from posttrain.recipe.gallery import arithmetic, calculator, programs, shop
 from posttrain.recipe.grpo import grpo
+from posttrain.recipe.judge import judge
 from posttrain.recipe.ladder import ladder
 from posttrain.recipe.reject import reject
 from posttrain.recipe.rlhf import rlhf
@@ -92,6 +93,14 @@ _ALL = (
         build=rlhf,
         minutes=1.2,
         reaches="0.11, none (a reward model), 0.38",
+    ),
+    Recipe(
+        name="judge",
+        kind="tutorial",
+        shows="a judge that writes its reasons: SFT on the form, then RL with J1's rule on pairs of a known taste",
+        build=judge,
+        minutes=1.8,
+        reaches="0.55, 0.98",
     ),
     Recipe(
         name="ladder",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -60,6 +60,8 @@ class EvaluationReport:
     groups: tuple[Group, ...]
     proxy: Score | None = None
     """Mean of what is paid, where the outcome is what is measured; None elsewhere, and where nothing is paid yet."""
+    measures: Gauges = field(default_factory=dict[str, Gauge])
+    """What the environment measures beside (`core.abilities.Abilities.measures`)."""
 
     @property
     def unjudged(self) -> int:
@@ -75,6 +77,11 @@ class EvaluationReport:
         """Why there is no score at all, namely why nothing could be judged; '' if something was."""
         return "" if self.reward.prompts or not self.groups else unjudged_words(self.groups)
 
+    @property
+    def words(self) -> str:
+        """What the environment measures beside, for a line that people read; '' where it measures nothing."""
+        return "".join(f"; {name.removeprefix('eval/')} {g.mean:.3f}" for name, g in self.measures.items())
+
     def gauges(self) -> Gauges:
         out = {"eval/accuracy": self.accuracy.gauge(), "eval/reward": self.reward.gauge()}
         if self.greedy is not None and self.greedy_reward is not None:
@@ -85,6 +92,7 @@ class EvaluationReport:
             out[f"eval/pass_at_{k}"] = s.gauge()
         logged = merge(*(g.logged for g in self.groups))
         return out | {
+            **self.measures,
             **{f"eval/{name}": gauge for name, gauge in logged.items()},
             "eval/unjudged": Gauge(self.unjudged, 1),
             "eval/failed": Gauge(self.failed, 1),
@@ -109,7 +117,8 @@ async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, 
         greedy = await together(
             [fixed.group(t, 0, RolloutRequest(groups=1, siblings=1), argmax, "greedy") for t in tasks]
         )
-    return report(groups, greedy)
+    measures = rollout.environment.abilities.measures
+    return replace(report(groups, greedy), measures={} if measures is None else measures(groups))
 
 
 def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> EvaluationReport:

@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.core.abilities import Together
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.gauge import Gauges
-from posttrain.core.ports import Attempt, Environment, EpisodeJudge
+from posttrain.core.ports import Attempt, ComparingJudge, Environment, EpisodeJudge
 from posttrain.core.redact import redacted
 from posttrain.core.request import StepNumber
 from posttrain.core.types import Episode, Segment, Stop
@@ -153,8 +153,10 @@ async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tu
         again = [i for i, verdicts in enumerate(out) if _broken(verdicts)]
         if not again:
             break
-        for i, verdicts in zip(again, await _asked(judge, [episodes[i] for i in again]), strict=True):
-            out[i] = verdicts
+        about = range(len(episodes)) if isinstance(judge, ComparingJudge) and judge.compares else again
+        for i, verdicts in zip(about, await _asked(judge, [episodes[i] for i in about]), strict=True):
+            if i in again:
+                out[i] = verdicts
     return [tuple(replace(j, verdict=redacted(j.verdict)) for j in verdicts) for verdicts in out]
 
 

@@ -35,7 +35,7 @@ def sources(
         where: the sandbox of rewards that run programs.
         given: functions that a Python program handed to the run (`inline:NAME`).
     """
-    out: list[Checked] = [_source(r, where, given) for r in rewards if not r.models]
+    out: list[Checked] = [_source(r, where, given) for r in rewards if not r.by_model]
     names = [s.name for s in out]
     for s in out:
         if names.count(s.name) > 1:
@@ -51,7 +51,7 @@ def sources(
 
 def measured_names(rewards: Sequence[Reward], made: Sequence[Checked]) -> tuple[str, ...]:
     """The names of those of the `sources` that are measured and not paid."""
-    own = [r for r in rewards if not r.models]
+    own = [r for r in rewards if not r.by_model]
     return tuple(s.name for r, s in zip(own, made, strict=True) if r.measured)
 
 

@@ -53,7 +53,9 @@ def test_at_least_nine_in_ten_are_caught() -> None:
     assert len(FAULTS) >= 25 and len(OPEN) <= 0.1 * len(FAULTS)
 
 
-@pytest.mark.parametrize("needs", ["", "tool", "preference", "online", "reject", "reward_model", "judge", "ahead"])
+@pytest.mark.parametrize(
+    "needs", ["", "tool", "preference", "online", "reject", "reward_model", "judge", "judging", "votes", "yes", "ahead"]
+)
 def test_the_runs_they_are_planted_in_are_healthy_without_them(needs: str, model: Path, tmp_path: Path) -> None:
     faults = [f for f in FAULTS.values() if f.needs == needs]
     posttrain.run(smallest(faults[0], model, tmp_path, steps=6), out=tmp_path / "healthy", quiet=True)

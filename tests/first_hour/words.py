@@ -54,6 +54,7 @@ EXEMPT = (
     Exempt("*", r"(?s).*\bfrom trl import", "needs TRL, which the page compares with"),
     Exempt("*", r"(python|python3) -m verl\.", "is a command of verl, which the page compares with"),
     Exempt("*", r"(jupyter|tensorboard)\b", "is a program of somebody else"),
+    Exempt("*", r".*\bjudge:", "needs a judge that was trained in full; tests/rooms/test_generative_judge.py has one"),
     Exempt("*", r"pip install .*(vllm|posttrain\[(bench|all)\])", NETWORK),
 )
 

@@ -30,6 +30,7 @@ SETTINGS: dict[str, list[dict[str, Scalar]]] = {
     "arithmetic": [{}, {"ops": "+-", "max_operand": 99}, {"min_terms": 3, "max_terms": 3, "max_operand": 20}],
     "countdown": [{}, {"numbers": 3, "ops": "+-"}],
     "calculator": [{}, {"ops": "+-*", "max_operand": 20, "turns": 3}, {"tape": 2}],
+    "judge": [{}, {"format": "genrm"}, {"format": "rm_r1", "gap": 0.3}, {"format": "grm"}],
     "programs": [{}],
     "replies": [{}, {"numbers": 4, "max_number": 99, "noise": 0.2, "annotators": 3}],
     "shop": [{}, {"turns": 3}],

@@ -272,7 +272,7 @@ class Driver(ABC, Generic[S, T, A]):
             measured += f"; its reward pays {result.proxy[0]:.3f}"
         if result.agreement:
             measured += f"; {result.agreement[0]:.3f} of held-out pairs ordered as judged"
-        parts.say(f"{stage.name}: done, {result.why}{measured}")
+        parts.say(f"{stage.name}: done, {result.why}{measured}{'' if report is None else report.words}")
         keep(parts, stage.name)
         if not stage.hands_on:
             load_weights(parts.book.kept(come_to(parts.run.stages, stage)), parts.learner)

@@ -14,6 +14,7 @@ GALLERY: dict[str, str] = {
     "arithmetic": "posttrain.environment.gallery.arithmetic:Arithmetic",
     "countdown": "posttrain.environment.gallery.countdown:Countdown",
     "calculator": "posttrain.environment.gallery.calculator:CalculatorEnv",
+    "judge": "posttrain.environment.gallery.judge:Judge",
     "programs": "posttrain.environment.gallery.programs:Programs",
     "replies": "posttrain.environment.gallery.replies:Replies",
     "shop": "posttrain.environment.gallery.shop:Shop",

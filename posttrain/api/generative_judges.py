@@ -1,0 +1,118 @@
+"""The judges that `env.rewards=judge:PATH` names: a policy that learned to judge, with an engine of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.api.admit import admitted
+from posttrain.api.engines import embedded_engine
+from posttrain.api.environments import make_environment
+from posttrain.api.target import kept_policy
+from posttrain.core.abilities import Judging, declared
+from posttrain.core.checkpoint import find
+from posttrain.core.engines import Embedded
+from posttrain.core.env import Reward
+from posttrain.core.errors import ConfigError
+from posttrain.core.run import Run
+from posttrain.core.sampling import Sampling
+from posttrain.engine.learner import HFLearner
+from posttrain.engine.models import Policy
+from posttrain.environment.render import Renderer
+from posttrain.role.generative_judge import GenerativeJudge
+from posttrain.role.reward_judge import JudgeMember
+from posttrain.role.weights import load_weights
+
+SLOTS = 256
+"""Judgements that are sampled at once."""
+
+
+def generative_judge(
+    run: Run, reward: Reward, resolution: float, member: Callable[[Run, str, Policy], JudgeMember]
+) -> GenerativeJudge:
+    """The judge of a reward, with the weights of its run's last checkpoint.
+
+    Args:
+        run: the run that it pays.
+        resolution: relative noise of a probability that it computes.
+        member: loads a reward model, and says whether it reads the tokens of this policy.
+
+    Raises:
+        ConfigError: the run did not learn to judge; or the meta reward model has another tokenizer.
+    """
+    folder = Path(reward.judge).expanduser()
+    own = admitted(folder, parts=("env", "model"), allow=False)
+    judging, sampling = _judging(own, reward.judge), _sampling(own)
+    policy = kept_policy(folder, allow=False)
+    load_weights(find(folder, "last").folder, HFLearner(policy))
+    policy.module.requires_grad_(False).eval()
+    tokenizer: Any = policy.tokenizer
+    renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
+    engine = embedded_engine(replace(own, slots=SLOTS), Embedded(), policy, renderer.decode)
+    name = folder.resolve().name
+    return GenerativeJudge(
+        name=name,
+        weight=reward.weight,
+        judging=judging,
+        sampler=engine,
+        renderer=renderer,
+        sampling=sampling.resolve(policy.stop_ids, renderer.spell),
+        seed=run.seed,
+        votes=reward.votes,
+        rivals=reward.rivals,
+        meta=None if reward.meta is None else _meta(run, reward.meta, policy, member),
+        resolution=_resolution(reward, judging, resolution),
+        measured=reward.measured,
+        line=_line(name, reward, judging),
+    )
+
+
+def _judging(own: Run, path: str) -> Judging:
+    environment = make_environment(own)
+    try:
+        found = declared(environment).judging
+    finally:
+        environment.close()
+    if found is None:
+        raise ConfigError(
+            f"judge:{path}: that run learned environment {own.env.name!r}, which is no judging. Train a judge first"
+            " (posttrain run judge), and name its folder"
+        )
+    return found
+
+
+def _sampling(own: Run) -> Sampling:
+    """The settings with which its last stage that samples sampled; the defaults where none does."""
+    found = [s.contract for s in own.stages if s.contract is not None]
+    return found[-1] if found else Sampling()
+
+
+def _meta(run: Run, path: str, policy: Policy, member: Callable[[Run, str, Policy], JudgeMember]) -> JudgeMember:
+    found = member(run, path, policy)
+    if found.renderer is not None:
+        raise ConfigError(
+            f"meta={path}: its tokenizer or chat template is not the judge's, whose tokens it must read. Train it from"
+            " the judge's weights (model=RUN of the judge)"
+        )
+    return found
+
+
+def _resolution(reward: Reward, judging: Judging, model: float) -> float:
+    """Votes are counted exactly; the probability of Yes is a model's score."""
+    if reward.resolution is not None:
+        return reward.resolution
+    return model if judging.sides == 1 else 2.0**-40
+
+
+def _line(name: str, reward: Reward, judging: Judging) -> str:
+    paid = "measured, not paid" if reward.measured else f"weight {reward.weight:g}"
+    rivals = "all others" if not reward.rivals else f"{2 * reward.rivals} others"
+    how = (
+        "judges each answer"
+        if judging.sides == 1
+        else f"compares each answer with {rivals} of its group, in both orders"
+    )
+    meta = "" if reward.meta is None else f"; {reward.meta} keeps the better half of the votes"
+    return f"judge {name} ({paid}) {how}, votes {reward.votes}{meta}"

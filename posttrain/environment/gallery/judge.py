@@ -1,0 +1,347 @@
+"""Judging as an environment: which of two completions is better, or whether one is good, in the form of a paper."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.abilities import Abilities, Judgements, Judging
+from posttrain.core.content import conversation
+from posttrain.core.env import Env, Scalar
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.gauge import Gauges
+from posttrain.core.judgements import Label, Pair
+from posttrain.core.ports import Attempt, Talk
+from posttrain.core.seeds import generator
+from posttrain.core.types import Group, Stop, Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.generated import GeneratedTasks
+from posttrain.environment.judge_bias import biases
+from posttrain.environment.judge_rules import (
+    HIGHEST,
+    LOWEST,
+    JudgeFormat,
+    Scores,
+    both_orders,
+    chosen,
+    judge_format,
+    judge_prompt,
+)
+from posttrain.environment.single import HELDOUT_SEED, SingleTurn, require
+from posttrain.verifier.integers import last_integer
+
+OTHER_ORDER = "other order"
+"""The seat that judges the same pair with its sides exchanged."""
+AGREEMENT = "agreement"
+"""The source that says whether a verdict is that of the truth. It is measured, and pays nothing."""
+LEVELS = 4
+"""A feature is written as a whole number from 0 to this."""
+WORLD_SEED = 20_261_123
+"""Seed of the judged world's tasks. Which pairs there are does not depend on the run's seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge(GeneratedTasks):
+    """Completions of another world of the gallery, whose true utility is known, are shown to the policy, which writes
+    its reasoning and a verdict. It is rewarded by the rule of `format`; the utility is in no prompt.
+
+    Which side comes first is drawn for each pair. Held-out pairs are judged in both orders, and no pair of them is in
+    training, in either order. Held-out accuracy is the agreement with the truth, whatever the rule pays.
+    """
+
+    format: str = "j1"
+    """genrm: is this completion good, Yes or No (2408.15240). j1: which is better, `[[A]]` or `[[B]]`, and half of the
+    reward only where the other order is judged right too (2505.10320). rm_r1: 1 or -1 by an answer in the last 80
+    characters (2505.02387). grm: principles, a critique and a score of 1 to 10 for each, 1 or -1 (2504.02495)."""
+    world: str = "replies numbers=2 max_number=9"
+    """The judged environment and its settings, separated by spaces. It must know the utility of completions."""
+    gap: float = 0.2
+    """Pairs whose utilities differ by less are left out."""
+    instruction: str = ""
+    """Stands before the question, for a model that can read it."""
+
+    def __post_init__(self) -> None:
+        judge_format(self.format)
+        require(1 / 8 <= self.gap <= 0.5, self.name, f"gap={self.gap:g}: must lie in 0.125..0.5")
+
+    @property
+    def name(self) -> str:
+        return "judge"
+
+    @property
+    def form(self) -> JudgeFormat:
+        return judge_format(self.format)
+
+    # --- the judged world --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def judged_world(self) -> SingleTurn:
+        """The environment whose completions are judged.
+
+        Raises:
+            ConfigError: there is none of that name, a setting is wrong, or it does not know the utility.
+        """
+        from posttrain.environment.make import environment
+
+        name, *words = self.world.split() or [""]
+        settings = {k: _scalar(v) for k, _, v in (w.partition("=") for w in words)}
+        try:
+            found = environment(Env(name=name, args=settings, heldout=0), seed=WORLD_SEED)
+        except ConfigError as error:
+            raise ConfigError(f"env judge: world={self.world!r}: {error}") from error
+        offered = found.abilities.judgements
+        if offered is None or offered.utility is None or offered.features is None or "pair" not in offered.kinds:
+            raise ConfigError(
+                f"env judge: world={self.world!r}: this environment does not know what its completions are worth: use"
+                " replies, or one whose judgements have a utility and features (environment.taste)"
+            )
+        return found
+
+    @property
+    def _offered(self) -> Judgements:
+        offered = self.judged_world.abilities.judgements
+        assert offered is not None
+        return offered
+
+    @property
+    def alphabet(self) -> str:
+        ends = "".join(self.form.ends)
+        return "".join(
+            dict.fromkeys(
+                self.judged_world.alphabet + "AB:\n =;,." + string.digits + self.instruction + self._letters + ends
+            )
+        )
+
+    @property
+    def _letters(self) -> str:
+        return "".join(_initials(self._features(self._inner(0), "")).values())
+
+    def _inner(self, index: int) -> Task:
+        source = self.judged_world.train
+        return source.task(index if source.count is None else index % source.count)
+
+    def _features(self, task: Task, text: str) -> Mapping[str, float]:
+        read = self._offered.features
+        assert read is not None
+        return read(task, text)
+
+    def _utility(self, task: Task, text: str) -> float:
+        value = self._offered.utility
+        assert value is not None
+        return value(task, text)
+
+    # --- tasks -------------------------------------------------------------------------------------------------------
+
+    def draw(self, rng: np.random.Generator, name: str) -> Task | None:
+        index = int(rng.integers(2**40))
+        inner = self._inner(index)
+        if self.form.sides == 1:
+            wanted = bool(rng.random() < 0.5)
+            label = self._offered.draw(inner, "label", rng)
+            assert isinstance(label, Label)
+            return (
+                self._task(name, index, (label.completion,), int(wanted), int(wanted)) if label.good == wanted else None
+            )
+        pair = self._offered.draw(inner, "pair", rng)
+        assert isinstance(pair, Pair)
+        value = self._utility(inner, pair.chosen) - self._utility(inner, pair.rejected)
+        if abs(value) < self.gap:
+            return None
+        texts, gold = self._ordered(pair, rng)
+        return self._task(name, index, texts, gold, gold if value > 0 else 1 - gold)
+
+    def _ordered(self, pair: Pair, rng: np.random.Generator) -> tuple[tuple[str, str], int]:
+        """The two sides in an order drawn at random, and the place of the chosen one."""
+        if rng.random() < 0.5:
+            return (pair.chosen, pair.rejected), 0
+        return (pair.rejected, pair.chosen), 1
+
+    def _task(self, name: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Task:
+        """A task. `gold` is the side that was judged better, and `best` the one that truly is; neither is shown."""
+        return Task(
+            id=name,
+            prompt=self._prompt(index, texts, gold),
+            answer=self.form.ends[gold if self.form.sides == 2 else 1 - gold],
+            info={"pair": name, "index": index, "completions": list(texts), "gold": gold, "best": best},
+        )
+
+    def _prompt(self, index: int, texts: tuple[str, ...], gold: int) -> str:
+        return self.asked(conversation_text(self._inner(index)), texts)
+
+    def asked(self, question: str, texts: Sequence[str]) -> str:
+        """What a judge is shown."""
+        return judge_prompt(self.instruction, question, texts)
+
+    def regraded(self, task: Task) -> Task:
+        """The same task as if the other verdict were right."""
+        info = task.info
+        return self._task(task.id, info["index"], tuple(info["completions"]), 1 - info["gold"], 1 - info["best"])
+
+    def exchanged(self, task: Task, name: str) -> Task:
+        """The same pair in the other order."""
+        info = task.info
+        first, second = info["completions"]
+        made = self._task(name, info["index"], (second, first), 1 - info["gold"], 1 - info["best"])
+        return replace(made, info={**made.info, "pair": info["pair"]})
+
+    def key(self, task: Task) -> Hashable:
+        return task.prompt
+
+    @cached_property
+    def heldout(self) -> tuple[Task, ...]:
+        """Each pair in both orders, one after the other."""
+        rng, tasks = generator(HELDOUT_SEED, f"{self.name}/heldout"), dict[Hashable, Task]()
+        while len(tasks) < self.heldout_count:
+            name = f"{self.name}-heldout-{len(tasks) + 1}"
+            task = self._new(rng, name, tasks)
+            tasks[self.key(task)] = task
+            if self.form.sides == 2:
+                other = self.exchanged(task, f"{name}-other")
+                tasks[self.key(other)] = other
+        return tuple(tasks.values())[: self.heldout_count]
+
+    @cached_property
+    def _held(self) -> frozenset[Hashable]:
+        both = [self.exchanged(t, t.id) for t in self.heldout] if self.form.sides == 2 else []
+        return frozenset(self.key(t) for t in (*self.heldout, *both))
+
+    # --- playing and judging -----------------------------------------------------------------------------------------
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        """The policy judges. Where consistency pays, another seat, which is the policy too, judges the other order."""
+        talk.see(task.prompt)
+        said = await talk.say()
+        if self.form.consistency:
+            other = talk.seat(OTHER_ORDER)
+            other.see(self.exchanged(task, task.id).prompt)
+            talk.leave({"other": (await other.say()).text})
+        return said.stop
+
+    def verify(self, attempt: Attempt) -> Verdict:
+        gold, scores = int(attempt.task.info["gold"]), self.form.read(attempt.text)
+        right = chosen(scores) == gold
+        score = self.form.pays(scores, gold)
+        if self.form.consistency and isinstance(attempt.state, Mapping):
+            other: Any = attempt.state
+            (verdict, _), consistent = both_orders(right, chosen(self.form.read(other["other"])) == 1 - gold)
+            score = (verdict + consistent) / 2
+        if right:
+            return Verdict.value(score, "" if score == 1 else "inconsistent")
+        return Verdict.value(score, "unread" if scores is None else "tie" if chosen(scores) is None else "wrong")
+
+    async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        agrees = chosen(self.form.read(attempt.text)) == attempt.task.info["best"]
+        own = Judged(AGREEMENT, 1.0, Verdict.value(float(agrees)), measured=True)
+        return (*await super().judge(attempt), own)
+
+    @property
+    def pays_parts(self) -> bool:
+        return self.form.consistency or self.form.pays(None, 0) != 0
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return (str(task.answer),)
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        return (next(end for end in self.form.ends if end != task.answer),)
+
+    @cached_property
+    def _abilities(self) -> Abilities:
+        form = self.form
+        judging = Judging(
+            sides=form.sides,
+            prompt=self.asked,
+            read=form.read,
+            ends=form.ends,
+            regraded=self.regraded,
+            better=lambda task: int(task.info["gold"]),
+        )
+        return replace(
+            super()._abilities,
+            judging=judging,
+            measures=self._measured_biases if form.sides == 2 else None,
+            seats=(lambda task: {OTHER_ORDER: self.gold(self.exchanged(task, task.id))}) if form.consistency else None,
+        )
+
+    def _measured_biases(self, groups: Sequence[Group]) -> Gauges:
+        return biases(groups, self.form.read)
+
+    # --- texts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`verdict`: the verdict alone. `critique`: an answer of one's own, the features of each side, its score, and
+        the verdict."""
+        return ("verdict", "critique")
+
+    def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
+        """(prompt, judgement). A wrong critique ends in the verdict that does not follow from it."""
+        if style not in self.styles:
+            raise ConfigError(f"judge cannot write style {style!r}: {nearest(style, self.styles)}")
+        false = bool(rng.random() < wrong)
+        if style == "verdict":
+            return str(task.prompt), (self.distractor if false else self.gold)(task)[0]
+        return str(task.prompt), self.critique(task, false)
+
+    def critique(self, task: Task, false: bool = False) -> str:
+        """A judgement: the world's own answer, what each side answers, its features and score, and the verdict. A false
+        one ends in the verdict that does not follow."""
+        inner = self._inner(task.info["index"])
+        texts = task.info["completions"]
+        scores = tuple(float(_scored(self._utility(inner, t))) for t in texts)
+        sides = [f"{_answered(inner, t)}{self._levels(inner, t)}={s:.0f}" for t, s in zip(texts, scores, strict=True)]
+        solved = [] if inner.answer is None else [str(inner.answer)]
+        begins = [self._principles(inner)] if self.form.principles else []
+        said: Scores = scores if len(scores) == 2 else (float(self._is_good(inner, texts[0])),)
+        if false:
+            said = said[::-1] if len(said) == 2 else (1 - said[0],)
+        return " ".join([*begins, *solved, *sides, self.form.verdict(said)])
+
+    def _is_good(self, inner: Task, text: str) -> bool:
+        return self._utility(inner, text) >= self._offered.good
+
+    def _levels(self, inner: Task, text: str) -> str:
+        found = self._features(inner, text)
+        initials = _initials(found)
+        return "".join(f"{initials[name]}{round(LEVELS * value)}" for name, value in found.items())
+
+    def _principles(self, inner: Task) -> str:
+        """What is weighed, in the order in which it is looked at."""
+        return "".join(_initials(self._features(inner, "")).values()) + ";"
+
+
+def conversation_text(task: Task) -> str:
+    """The question of a task, as a judge reads it."""
+    return task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
+
+
+def _answered(task: Task, text: str) -> str:
+    """What a completion answers, where the world's answers are whole numbers."""
+    return (last_integer(text) or "") if last_integer(str(task.answer)) is not None else ""
+
+
+def _scored(utility: float) -> int:
+    """A utility in 0..1 as a whole number from 1 to 10."""
+    return round(LOWEST + utility * (HIGHEST - LOWEST))
+
+
+def _initials(features: Mapping[str, float]) -> Mapping[str, str]:
+    """The first letters of the features, or their names where two begin alike."""
+    first = {name[0] for name in features}
+    return {name: name[0] if len(first) == len(features) else name for name in features}
+
+
+def _scalar(word: str) -> Scalar:
+    """A setting's value: true, false, a number, or a word."""
+    if word in ("true", "false"):
+        return word == "true"
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
