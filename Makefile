@@ -24,7 +24,7 @@ DOCS_VENV ?= .venv-docs
 # Ray brings 200 MB, so it has an environment of its own.
 RAY_VENV ?= .venv-ray
 
-.PHONY: run test test-vllm vllm test-ray prove parity docs test-docs lint everything landing clean
+.PHONY: run test test-vllm test-vllm-ahead vllm test-ray prove parity docs test-docs lint everything landing clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -38,6 +38,10 @@ test: $(VENV)/dev.stamp
 test-vllm: $(VLLM_VENV)/vllm.stamp
 	POSTTRAIN_ENGINES=vllm,vllm-server OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q $(addprefix tests/conformance/test_,contract.py many.py versions.py architectures.py server_life.py server_url.py vllm_adapters.py)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -rs tests/rooms/test_triton_tiles.py
+
+# A run that asks a step ahead, on vLLM in process and as a server; `make test` plays it on the embedded engine.
+test-vllm-ahead: $(VLLM_VENV)/vllm.stamp
+	POSTTRAIN_ENGINES=vllm,vllm-server OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q tests/conformance/test_asked_ahead.py
 
 vllm: $(VLLM_VENV)/vllm.stamp
 

@@ -50,6 +50,10 @@ REGIME: dict[str, tuple[Algorithm, str]] = {
 why."""
 
 
+TURNS = ("mt_grpo", "gigpo")
+"""Lines that differ from others only where an episode has several turns."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One algorithm on one seed."""
@@ -138,7 +142,7 @@ def play(name: str, seed: int, steps: int, model: Path, folder: Path) -> Row:
 
 def page(rows: list[Row], steps: int) -> str:
     """docs/algorithm-table.md."""
-    names = list(dict.fromkeys(r.algorithm for r in rows))
+    names, seeds = list(dict.fromkeys(r.algorithm for r in rows)), len({r.seed for r in rows})
     lines = [
         "# Algorithms side by side",
         "",
@@ -170,8 +174,9 @@ def page(rows: list[Row], steps: int) -> str:
     for name in names:
         mine = [r for r in rows if r.algorithm == name]
         mean = {f: float(np.mean([getattr(r, f) for r in mine])) for f in ("before", "after", "gain", "seconds")}
+        few = f" ({len(mine)} of {seeds} seeds)" if len(mine) < seeds else ""
         lines.append(
-            f"| {name} | {mean['before']:.3f} | {mean['after']:.3f} | {mean['gain']:+.3f} |"
+            f"| {name}{few} | {mean['before']:.3f} | {mean['after']:.3f} | {mean['gain']:+.3f} |"
             f" {min(r.low for r in mine):+.3f} | {', '.join(str(r.moved) for r in mine)} | {mean['seconds']:.0f} |"
         )
     lines += [
@@ -181,6 +186,8 @@ def page(rows: list[Row], steps: int) -> str:
             " (law 3). Where they part: [several updates](several-updates.md), miniatures.md."
         ),
     ]
+    if absent := [f"`{n}`" for n in TURNS if n not in names]:
+        lines.append(f"- {' and '.join(absent)} credit the turns of an episode, and these answers are of one turn.")
     lines += [*(f"- `{name}` {why}." for name, (_, why) in REGIME.items() if name in names)]
     lines += (
         [
@@ -222,7 +229,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--only", default=",".join(LADDER), help="comma-separated algorithm names")
+    parser.add_argument(
+        "--only", default=",".join(n for n in LADDER if n not in TURNS), help="comma-separated algorithm names"
+    )
     parser.add_argument("--dry", action="store_true", help="print the table, write nothing")
     parser.add_argument(
         "--add", action="store_true", help="keep the rows of the results file and run only what is missing there"

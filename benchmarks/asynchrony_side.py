@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 from grpo_work import LR, SYMBOLS, prompt, reward
+from whole_answers import whole_answers
 
 from posttrain.api.build import facts, make_parts, make_policy
 from posttrain.api.target import keep_policy
@@ -59,6 +60,9 @@ class SideJob:
     threads: int = 2
     algorithm: str = "decoupled_ppo"
     update: Literal["drain", "inflight", "stale"] = "drain"
+    waits: bool = False
+    """New weights wait until all answers that were begun have ended, as in a deterministic run."""
+    minibatches: int = 1
     seed: int = 0
 
 
@@ -188,6 +192,7 @@ def make_run(job: SideJob) -> Run:
         optimizer=Optimizer(lr=LR, warmup=0),
         prompts=job.prompts,
         siblings=job.siblings,
+        minibatches=job.minibatches,
         staleness=job.staleness,
         steps=job.steps,
         eval=False,
@@ -223,6 +228,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         Book.create(Path(folder) / "run", run, facts(policy, threads)) as book,
+        whole_answers(job.waits),
     ):
         keep_policy(book, policy)
         parts = make_parts(run, policy, env, book, [clock])

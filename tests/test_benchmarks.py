@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import posttrain
-from benchmarks import asynchrony, grpo_work, head
+from benchmarks import asynchrony, asynchrony_arms, grpo_work, head
 from benchmarks.side import ROOT, Worker
 from benchmarks.updates_regions import ARMS
+from benchmarks.whole_answers import whole_answers
 from posttrain.core import reader
 from posttrain.core.gauge import merge
 from posttrain.core.reward_head import HeadShape
 from posttrain.core.run import Optimizer
 from posttrain.engine.heads import RewardHead
 from tests import faulty
+from tests.late import Late, episodes_of, late_run
 
 SMALL = grpo_work.Size(hidden=32, layers=1, heads=2, kv_heads=2, ffn=64, search=1, tries=1, repeats=1)
 
@@ -191,3 +194,41 @@ def test_a_side_that_asks_ahead_plays_the_given_work(tmp_path: Path) -> None:
         assert 0 < found["idle"] < found["seconds"] and found["most_behind"] == staleness
         spoken = {r["gauges"]["rollout/tokens"] for r in told["rows"]}
         assert len(spoken) == 1, "every step says the tokens of the table"
+
+
+def test_each_arm_of_asking_ahead_adds_one_thing() -> None:
+    settings = [a.settings for a in asynchrony_arms.ARMS.values()]
+    changed = [{n for n in a if a[n] != b[n]} for a, b in pairwise(settings[:5])]
+    assert changed == [{"staleness", "waits"}, {"algorithm"}, {"waits", "update"}, {"staleness"}]
+    left_out = [{n for n in a if a[n] != settings[4][n]} for a in settings[5:]]
+    assert left_out == [{"waits", "update"}, {"algorithm"}]
+
+
+def test_an_arm_is_compared_with_the_synchronous_side_of_its_round() -> None:
+    arms = asynchrony_arms
+    times = [
+        arms.ArmTime(arm, seed, seconds * (1 + seed), 1.0, behind)
+        for arm, seconds, behind in (("synchronous", 4.0, 0.0), ("staleness", 2.0, 1.5))
+        for seed in arms.SEEDS
+    ]
+    after = [arms.ArmAccuracy("staleness", seed, 0.5, 0.6 + seed / 10, 1.25, 0.5) for seed in arms.SEEDS]
+    lines = {line.split("**")[1]: line for line in arms.table(times, after) if "**" in line}
+    assert list(lines) == list(arms.ARMS)
+    assert lines["synchronous"].endswith("| 8.00 | 12% | 1.00x | 0.00 |  |  |  |  |")
+    assert lines["staleness"].endswith("| 4.00 | 25% | 2.00x | 1.50 | 0.700 | 0.600 | 1.25 | 50% |")
+
+
+@pytest.mark.prove
+def test_new_weights_wait_for_whole_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then every answer is said by one version; else some are said by two."""
+    monkeypatch.setattr(Late, "slowest", 0.15)
+    mixed = dict[bool, list[bool]]()
+    for wanted in (True, False):
+        with whole_answers(wanted):
+            run = late_run(1, deterministic=False, eval_every=0, checkpoint_every=0)
+            folder = posttrain.run(run, out=tmp_path / str(wanted), quiet=True).folder
+        rows = [r for r in reader.episode_files(folder) if (r.stage, r.kind) == ("rl", "train")]
+        said = [e.episode.segments for r in rows for e in episodes_of(r)]
+        mixed[wanted] = [len({int(v) for s in segments for v in s.version[s.mask]}) > 1 for segments in said]
+    assert len(mixed[True]) == len(mixed[False]) == 6 * 4 * 4
+    assert not any(mixed[True]) and any(mixed[False])

@@ -107,8 +107,8 @@ MINIATURE = Miniature(
     notes=(
         (
             "Also tried: a step of 1e-2, two seeds. From .31 at first, eta 0 ended at .73; at eta 8 decoupled PPO ended"
-            " at .65, naive PPO at .64, M2PO at .42. The flat stretch is one of small steps, and M2PO is not the"
-            " stabler one there."
+            " at .65, naive PPO at .64, M2PO at .42 (with a mask that did not look at the credit, `tokens.of=all`). The"
+            " flat stretch is one of small steps, and that M2PO is not the stabler one there."
         ),
     ),
     picture=Picture("Staleness", "step", "accuracy of the newest weights"),

@@ -69,7 +69,11 @@ def _(tokens: TopEntropy, batch: Batch, entropy_M: np.ndarray | None, rng: np.ra
 
 @choose.register
 def _(tokens: SecondMoment, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
-    return within_moment(_before(batch) - batch[MU], tokens.limit)
+    gap_M = _before(batch) - batch[MU]
+    counts_M = np.sign(batch[ADVANTAGE]) * gap_M > 0 if tokens.of == "outward" else np.ones(len(gap_M), bool)
+    out = np.ones(len(gap_M), bool)
+    out[counts_M] = within_moment(gap_M[counts_M], tokens.limit)
+    return out
 
 
 def _before(batch: Batch) -> Array:

@@ -112,6 +112,7 @@ TIGHT: list[Case] = [
     (patch(ladder.CLIP_COV, "clip_cov_band", "-", tokens=ClipCov(share=1.0, low=0.2, high=0.8)), f.clip_cov(0.2, 0.8)),
     (patch(ladder.KL_COV, "kl_cov_share", "-", tokens=KlCov(share=0.2)), f.kl_cov(0.2)),
     (patch(ladder.M2PO, "m2po_tight", "-", tokens=SecondMoment(limit=0.01)), f.m2po(0.01)),
+    (patch(ladder.M2PO, "m2po_all", "-", tokens=SecondMoment(of="all")), f.m2po(0.04, outward=False)),
     (replace(steered(ladder.SKYWORK, AdaptiveState(entropy=0.015)), name="skywork_steered"), f.skywork(0.015)),
     (
         patch(ladder.FIPO, "fipo_tight", "-", clip=FutureKL(band_low=0.0, loud=1.1, ignore=1.3)),

@@ -95,7 +95,7 @@ def test_the_world_visits_every_branch(name: str, gauge: str) -> None:
     assert 0 < seen(name)[gauge] < 0.9, seen(name)[gauge]
 
 
-@pytest.mark.parametrize("name", ["clip_cov_band", "kl_cov_share", "top_entropy", "m2po", "m2po_tight"])
+@pytest.mark.parametrize("name", ["clip_cov_band", "kl_cov_share", "top_entropy", "m2po", "m2po_tight", "m2po_all"])
 def test_the_world_makes_a_choice(name: str) -> None:
     chosen = world(next(a for a, _ in CASES if a.name == name), 0).batch[CHOSEN]
     assert 0 < chosen.mean() < 1

@@ -346,16 +346,17 @@ def top_entropy(eps: Sequence[Ep]) -> Tensor:
     return -means([x * m for x, m in zip(clipped(eps, by_group(eps, standard)), loud, strict=True)])
 
 
-def m2po(limit: float) -> Book:
-    """r = pi/mu without a clip, prompts averaged; the fewest tokens are masked, largest |log start/mu| first, whose
-    rest has a mean square of at most `limit`."""
+def m2po(limit: float, outward: bool = True) -> Book:
+    """r = pi/mu without a clip, prompts averaged; of the tokens with A > 0 and r > 1 or A < 0 and r < 1 (or of all) the
+    fewest are masked, largest |log start/mu| first, whose rest has a mean square of at most `limit`."""
 
     def book(eps: Sequence[Ep]) -> Tensor:
         gap = torch.cat([(e.old - e.mu) ** 2 for e in eps])
-        left = sorted(range(len(gap)), key=lambda i: float(gap[i]))
+        away = torch.cat(each(lambda e, x: (e.old > e.mu) == (x > 0) if x else torch.zeros(len(e)) > 0)(eps))
+        left = sorted((i for i in range(len(gap)) if away[i] or not outward), key=lambda i: float(gap[i]))
+        kept = torch.tensor([0.0 if i in left else 1.0 for i in range(len(gap))], dtype=torch.float64)
         while left and mean(float(gap[i]) for i in left) > limit:
             left.pop()
-        kept = torch.zeros(len(gap), dtype=torch.float64)
         kept[left] = 1.0
         terms = each(lambda e, x: (e.lp - e.mu).exp() * x)(eps)
         return -prompts(eps, [x * m for x, m in zip(terms, cut(kept, eps), strict=True)])

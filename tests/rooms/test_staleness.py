@@ -3,12 +3,9 @@ are not, and what a checkpoint keeps of what was asked ahead."""
 
 from __future__ import annotations
 
-import asyncio
-import random
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,56 +13,19 @@ import pytest
 from posttrain.api import main
 from posttrain.controller.interrupt import Interrupted
 from posttrain.controller.stages.reinforce import ReinforceDriver
-from posttrain.core import reader, record
+from posttrain.core import reader
 from posttrain.core.algorithm import patch
 from posttrain.core.errors import ConfigError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
 from posttrain.core.ladder import DAPO, DECOUPLED, DR_GRPO, GRPO
-from posttrain.core.ports import Talk
 from posttrain.core.replay import Replay
 from posttrain.core.run import Embedded, Reinforce, Run
-from posttrain.core.types import Stop, Task
-from posttrain.environment.gallery import GALLERY
-from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.role.group_queue import GroupQueue, GroupSource
-from posttrain.role.prompts import Prompts
+from tests.late import Late, episodes_of, late_run, nothing_lost_or_doubled, rl_steps, through_the_queue
 from tests.prove.test_kill_sweep import digest
 from tests.tiny import tiny_run
 
-
-class Late(Arithmetic):
-    """Arithmetic in two turns. Between them a tool works for a time that no seed decides."""
-
-    slowest: ClassVar[float] = 0.03
-
-    async def play(self, task: Task, talk: Talk) -> Stop:
-        talk.see(task.prompt)
-        first = await talk.say()
-        if first.stop is not Stop.SAID:
-            return first.stop
-        await asyncio.sleep(random.random() * self.slowest)
-        talk.see("=")
-        return (await talk.say()).stop
-
-    def gold(self, task: Task) -> tuple[str, ...]:
-        return super().gold(task) * 2
-
-    def distractor(self, task: Task) -> tuple[str, ...]:
-        return super().distractor(task) * 2
-
-
-GALLERY["late"] = f"{__name__}:Late"
 FILTERED = patch(DAPO, "filtered", "-", shape=())
-
-
-def run_of(staleness: int, *, deterministic: bool = True, **rl: Any) -> Run:
-    run = tiny_run(staleness=staleness, **{"steps": 6, "checkpoint_every": 2} | rl)
-    return replace(run, env=replace(run.env, name="late"), deterministic=deterministic)
-
-
-def episodes_of(row: reader.EpisodeFile) -> tuple[record.Recorded, ...]:
-    return record.from_columns(record.read_columns(row.path))
 
 
 def played(run: Run, folder: Path) -> Path:
@@ -86,7 +46,7 @@ LONG = pytest.mark.prove
 def test_a_deterministic_run_is_the_same_whatever_takes_how_long(
     staleness: int, algorithm: Any, tmp_path: Path
 ) -> None:
-    run = run_of(staleness, algorithm=algorithm)
+    run = late_run(staleness, algorithm=algorithm)
     one, two = (digest(played(run, tmp_path / name)) for name in ("one", "two"))
     assert one == two
     for step in [s for s in reader.steps(tmp_path / "one") if s.stage == "rl"]:
@@ -94,7 +54,7 @@ def test_a_deterministic_run_is_the_same_whatever_takes_how_long(
 
 
 def test_groups_of_a_deterministic_run_have_the_promised_version(tmp_path: Path) -> None:
-    folder = played(run_of(2), tmp_path / "run")
+    folder = played(late_run(2), tmp_path / "run")
     begun = next(s.version for s in reader.steps(folder) if s.stage == "rl") - 1
     for row in reader.episode_files(folder):
         if row.stage == "rl" and row.kind == "train":
@@ -109,7 +69,7 @@ def test_cut_and_resumed_is_never_cut(
     staleness: int, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a border by a signal, where the queue is saved; and inside a step, back to the checkpoint before it."""
-    run = run_of(staleness, algorithm=FILTERED)
+    run = late_run(staleness, algorithm=FILTERED)
     if not staleness:  # there the engine's counters are in the record, and they tell how long tools took
         run = replace(run, env=replace(run.env, name="arithmetic"))
     whole = digest(played(run, tmp_path / "whole"))
@@ -139,7 +99,7 @@ def test_a_free_run_loses_and_doubles_nothing(
     """Cut twice on its way: every prompt is learned from once, in the order of the file, no token older than 2."""
     if unfinished == "ask_again":
         monkeypatch.setattr(Late, "slowest", 0.15)
-    run = run_of(2, deterministic=False, steps=8, unfinished=unfinished)
+    run = late_run(2, deterministic=False, steps=8, unfinished=unfinished)
     run = replace(run, engine=Embedded(update=update))
     remember = ReinforceDriver.remember
     cuts = {3, 6}
@@ -156,48 +116,23 @@ def test_a_free_run_loses_and_doubles_nothing(
     with pytest.raises(Interrupted):
         main.run(resume=tmp_path / "run", quiet=True)
     main.run(resume=tmp_path / "run", quiet=True)
-    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
-    assert [s.index for s in steps] == list(range(1, 9))
+    steps = rl_steps(tmp_path / "run")
     assert all(s.gauges["rollout/most_behind"].sum <= 2 for s in steps)
     assert max(s.gauges["rollout/most_behind"].sum for s in steps) >= 1, "samples did run ahead"
     if unfinished == "ask_again":
         assert sum(s.gauges["rollout/asked_again"].sum for s in steps) > 0, "tools were at work when weights came"
-    asked = [
-        (e.episode.task.id, e.episode.visit, e.episode.sibling)
-        for row in reader.episode_files(tmp_path / "run")
-        if row.stage == "rl" and row.kind == "train"
-        for e in episodes_of(row)
-    ]
-    assert len(set(asked)) == len(asked) == 8 * 4 * 4
-    walk = Prompts(posttrain_source(run), run.seed)
-    expected = [next(walk) for _ in range(8 * 4)]
-    assert [(t.id, v) for t, v in expected for _ in range(4)] == [(t, v) for t, v, _ in asked]
-
-
-def posttrain_source(run: Run) -> Any:
-    from posttrain.api.environments import make_environment
-
-    return make_environment(run).train
+    nothing_lost_or_doubled(tmp_path / "run", run)
 
 
 @LONG
 @pytest.mark.parametrize("algorithm", [GRPO, FILTERED], ids=["grpo", "filtered"])
-def test_staleness_zero_through_the_queue_is_the_synchronous_run(
-    algorithm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a filter the two may ask other numbers of groups at once, so there only the first step is compared."""
-    run = run_of(0, algorithm=algorithm)
+def test_staleness_zero_through_the_queue_is_the_synchronous_run(algorithm: Any, tmp_path: Path) -> None:
+    """Here the gauges too; of all shipped recipes: `tests/prove/test_recipes_through_queue.py`. With a filter the two
+    may ask other numbers of groups at once, so there only the first step is compared."""
+    run = late_run(0, algorithm=algorithm)
     played(run, tmp_path / "waves")
-    made = list[GroupQueue]()
-
-    def queue(self: ReinforceDriver, prompts: Prompts, sampling: Any) -> GroupSource:
-        stage, state = self.stage, self.state
-        of = (self.setting.rollout, prompts, sampling, "train/rl", stage.algorithm.request(stage))
-        made.append(GroupQueue(*of, state.step + 1, stage.steps, 0, True, False, deque(maxlen=1), self.parts.idle))
-        return made[-1]
-
-    monkeypatch.setattr(ReinforceDriver, "_groups", queue)
-    played(run, tmp_path / "queue")
+    with through_the_queue() as made:
+        played(run, tmp_path / "queue")
     assert made
     if algorithm is GRPO:
         told = [[(s.index, s.version, dict(_own(s))) for s in reader.steps(tmp_path / n)] for n in ("waves", "queue")]
@@ -228,7 +163,7 @@ def test_a_replay_buffer_comes_back_from_a_checkpoint(
 ) -> None:
     """Groups are learned from again, with all checks on, and a run that was cut learns from the same ones."""
     again = Replay(size=12, groups=3, age=3, ratio=2.0, discount=0.8)
-    run = run_of(staleness, replay=again, algorithm=DECOUPLED, steps=6)
+    run = late_run(staleness, replay=again, algorithm=DECOUPLED, steps=6)
     run = replace(run, env=replace(run.env, name="arithmetic"))
     whole = digest(played(run, tmp_path / "whole"))
     steps = [s for s in reader.steps(tmp_path / "whole") if s.stage == "rl"]
@@ -254,7 +189,7 @@ def test_a_replay_buffer_comes_back_from_a_checkpoint(
 
 @LONG
 def test_weights_are_pushed_every_so_many_optimizer_steps(tmp_path: Path) -> None:
-    folder = played(run_of(1, minibatches=2, sync_every=4, steps=8, eval_every=0), tmp_path / "run")
+    folder = played(late_run(1, minibatches=2, sync_every=4, steps=8, eval_every=0), tmp_path / "run")
     steps = [s for s in reader.steps(folder) if s.stage == "rl"]
     begun = steps[0].version - 2
     for row in reader.episode_files(folder):
@@ -268,7 +203,7 @@ def test_a_step_without_a_second_minibatch_does_not_put_off_a_push(tmp_path: Pat
     """Minibatches without credit, here of two equal answers, take no optimizer step. Weights are pushed after as many
     steps all the same, so no token is older than promised."""
     two: dict[str, Any] = {"prompts": 2, "siblings": 2, "minibatches": 2}
-    run = run_of(1, **two, algorithm=DR_GRPO, sync_every=4, steps=8, eval_every=0, checkpoint_every=0)
+    run = late_run(1, **two, algorithm=DR_GRPO, sync_every=4, steps=8, eval_every=0, checkpoint_every=0)
     steps = [s for s in reader.steps(played(run, tmp_path / "run")) if s.stage == "rl"]
     assert min(s.gauges["optim/steps"].sum for s in steps) < 2, "some minibatch has no credit"
     assert len(steps) == 8 and max(s.gauges["rollout/most_behind"].sum for s in steps) <= 2
@@ -276,7 +211,7 @@ def test_a_step_without_a_second_minibatch_does_not_put_off_a_push(tmp_path: Pat
 
 def test_what_checks_sample_is_not_counted_as_a_step_s(tmp_path: Path) -> None:
     """Without a queue too samples are older between two pushes, and the checks sample turns on the same engine."""
-    steps = reader.steps(played(run_of(0, sync_every=2, checkpoint_every=0), tmp_path / "run"))
+    steps = reader.steps(played(late_run(0, sync_every=2, checkpoint_every=0), tmp_path / "run"))
     own = [s for s in steps if s.stage == "rl"]
     assert sum(s.gauges["canary/probed"].sum for s in own if "canary/probed" in s.gauges) >= 2
     assert all(s.gauges["engine/tokens"].count <= 2 * 16 for s in own), "16 episodes of two turns"

@@ -97,13 +97,19 @@ class SecondMoment(Tokens):
     most `limit` (M2PO, A26)."""
 
     limit: float = 0.04
-    """Largest mean square of log start/mu over the tokens that learn."""
+    """Largest mean square of log start/mu over the tokens of which some are masked."""
+    of: Literal["outward", "all"] = "outward"
+    """Of which tokens. outward: those whose push leads further from the sampler (start > mu and credit above 0, start <
+    mu and credit below 0); the others always learn, as under a clip. all: of all."""
 
     def __post_init__(self) -> None:
         positive("tokens.limit", self.limit)
 
     def words(self) -> str:
-        return f"the largest |log start/mu| fall silent until the mean of their squares is at most {self.limit:g}"
+        among = "of tokens that are pushed further from mu, " if self.of == "outward" else ""
+        return (
+            f"{among}the largest |log start/mu| fall silent until the mean of their squares is at most {self.limit:g}"
+        )
 
     def reads_start_early(self, a: Algorithm) -> bool:
         return True
