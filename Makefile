@@ -19,12 +19,13 @@ LADDER := tests/prove/test_ladder.py
 # vLLM for CPU wants other versions of transformers and numpy, so it has an environment of its own.
 VLLM_VENV ?= .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt
+ON_VLLM := POSTTRAIN_ENGINES=vllm,vllm-server OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q
 
 DOCS_VENV ?= .venv-docs
 # Ray brings 200 MB, so it has an environment of its own.
 RAY_VENV ?= .venv-ray
 
-.PHONY: run test test-vllm test-vllm-ahead vllm test-ray prove parity docs test-docs lint everything landing clean
+.PHONY: run test test-vllm test-vllm-servers test-vllm-ahead vllm test-ray prove parity docs test-docs lint everything landing clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -36,12 +37,16 @@ test: $(VENV)/dev.stamp
 # The conformance suite on vLLM, in process and as a server; the same files that `make test` runs on the embedded engine.
 # Then the Triton kernels by Triton's interpreter: this environment has triton.
 test-vllm: $(VLLM_VENV)/vllm.stamp
-	POSTTRAIN_ENGINES=vllm,vllm-server OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q $(addprefix tests/conformance/test_,contract.py many.py versions.py architectures.py server_life.py server_url.py vllm_adapters.py)
+	$(ON_VLLM) $(addprefix tests/conformance/test_,contract.py many.py versions.py architectures.py)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -rs tests/rooms/test_triton_tiles.py
+
+# The life of vLLM's servers, and adapters on vLLM.
+test-vllm-servers: $(VLLM_VENV)/vllm.stamp
+	$(ON_VLLM) $(addprefix tests/conformance/test_,server_life.py server_url.py vllm_adapters.py)
 
 # A run that asks a step ahead, on vLLM in process and as a server; `make test` plays it on the embedded engine.
 test-vllm-ahead: $(VLLM_VENV)/vllm.stamp
-	POSTTRAIN_ENGINES=vllm,vllm-server OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q tests/conformance/test_asked_ahead.py
+	$(ON_VLLM) tests/conformance/test_asked_ahead.py
 
 vllm: $(VLLM_VENV)/vllm.stamp
 

@@ -38,6 +38,7 @@ from tests.tiny import tiny_run
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.prove
 def test_an_engine_in_a_process_answers_and_is_replaced_when_killed() -> None:
     said: list[str] = []
     pool = process_pool(count=2, say=said.append)
@@ -140,6 +141,7 @@ def test_a_stall_says_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> Non
         asyncio.run(play())
 
 
+@pytest.mark.prove
 def test_time_in_which_the_learner_computes_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner computes in the event loop. Turns cannot be taken meanwhile, and nobody is to blame."""
     monkeypatch.setattr(engine_pool, "WATCH_EVERY", 0.02)

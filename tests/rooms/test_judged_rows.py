@@ -167,6 +167,7 @@ def chat_model(folder: Path, template: str) -> Path:
     return folder
 
 
+@pytest.mark.prove
 def test_a_run_learns_pairs_of_calls(tmp_path: Path) -> None:
     """With a template that knows tools; one that writes none is refused before the run starts, with file and line."""
     row = {"prompt": [SKY], "chosen": [CALL], "rejected": [GREEN], "tools": [LOOK]}
