@@ -78,7 +78,8 @@ PUBLIC = {
     "posttrain.sandbox.port": "Call ProgramLimits Ran SandboxBroken SandboxUnavailableError",
     # where parts meet
     "posttrain.core.ports": "Sampler Scorer Examiner Reference Learner Transport TaskSource Utterance Attempt Seat Talk"
-    " Dialogue PairRenderer Environment EpisodeJudge ComparingJudge Tracker",
+    " Dialogue PairRenderer Environment EpisodeJudge Tracker",
+    "posttrain.role.judging": "ComparingJudge",
     "posttrain.core.shards": "Shard",
     "posttrain.core.scores": "TokenScores",
     "posttrain.core.batch": "Packed Batch",

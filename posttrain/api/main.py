@@ -108,12 +108,11 @@ def evaluate(
     """Held-out accuracy, mean reward and pass@k of a run, a model directory or hub id, or the model at an address.
 
     Args:
-        target: a run folder or one of its checkpoints, a model, or the address of an OpenAI-compatible endpoint. For
-            the last two an override names the environment: `env=arithmetic`, or `env.prompts=` and `env.rewards=`.
+        target: a run folder or one of its checkpoints, a model, or the address of an OpenAI-compatible endpoint. The
+            last two need an override: `env=arithmetic`, or `env.prompts=` and `env.rewards=`.
         overrides: dotted changes of `env.*`, `seed`, `slots` (of an endpoint: requests at once), `threads`.
         samples: samples per prompt; by default the run's own number.
-        checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
-        remote: how to reach an endpoint and what to ask it.
+        checkpoint: of a run folder: `last`, `best` or a checkpoint's name. remote: how to reach and ask an endpoint.
         trust: allow what a run folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
         env, rewards: as in `run`. A run that was handed objects needs its functions again.
         ema: evaluate the moving average of a run's weights (`optimizer.ema`) in place of the weights.

@@ -23,6 +23,10 @@ from posttrain.role.sync import Sync
 from posttrain.role.trainer import Trainer, WeightOptimizer
 
 
+def nothing_is_kept() -> None:
+    """What an engine elsewhere caches is in no record."""
+
+
 async def nothing_waits() -> None:
     """What an engine elsewhere does needs nothing from this process."""
 
@@ -89,6 +93,8 @@ class RunParts:
     """Stops the engine and frees its threads, processes and memory."""
     idle: Callable[[], Awaitable[None]] = nothing_waits
     """Waits until an engine that computes in this process has nothing to say now."""
+    forget: Callable[[], None] = nothing_is_kept
+    """Empties the prefix cache of an engine in this process."""
     version: int = 0
     """Optimizer steps so far, over all stages. It is the version of the learner's weights."""
     measured: MeasuredReport | None = None
@@ -150,10 +156,15 @@ class RunParts:
         return last.report if same else None
 
     async def evaluate(self, setting: StageSetting, sampling: Sampling) -> EvaluationReport:
-        """Evaluate the learner's weights on held-out tasks."""
+        """Evaluate the learner's weights on held-out tasks.
+
+        The engine counts nothing of it and keeps nothing: a run that goes on from a checkpoint does not evaluate again,
+        and its record must not tell.
+        """
         await self.publish()
         result = await evaluate(setting.rollout, setting.environment.heldout, sampling, self.run.evaluation)
         self.sampler.gauges()
+        self.forget()
         return result
 
     def trainer(self, config: OptimizerConfig, micro_tokens: int) -> Trainer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -385,16 +385,6 @@ class EpisodeJudge(Protocol):
         counted from 1 over all segments. One with `end` alone scores a step. An outage is `failed` or an exception, and
         is tried again. A judge that computes for long does so in a thread, because other episodes run on the same loop.
         """
-        ...
-
-
-@runtime_checkable
-class ComparingJudge(Protocol):
-    """An `EpisodeJudge` whose verdict about an episode may depend on the others of its group."""
-
-    @property
-    def compares(self) -> bool:
-        """Whether it does. Where it failed on some episodes, it is then asked again about all of them."""
         ...
 
 

@@ -199,7 +199,7 @@ class Run:
     """What is done, one after another."""
     evaluation: Evaluation = Evaluation()
     engine: Engine = Embedded()
-    """The engine that samples: `embedded`, or `vllm`."""
+    """What samples: `embedded` or `vllm`."""
     placement: Placement = Local()
     """Where the engine works: `local`, in the learner's process; `processes`, one or several in processes of their own;
     or `ray`."""

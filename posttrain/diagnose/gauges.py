@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from posttrain.diagnose.ahead_gauges import AHEAD
 from posttrain.diagnose.engine_gauges import ENGINE
+from posttrain.diagnose.evaluation_gauges import EVALUATION
 from posttrain.diagnose.gauge_definition import Definition as Definition
 
 REGISTRY: dict[str, Definition] = {
@@ -304,39 +306,7 @@ REGISTRY: dict[str, Definition] = {
         "nats",
         "< 17; there it stops",
     ),
-    "eval/accuracy": Definition(
-        "share of answers to held-out tasks whose raw outcome is >= 1, sampled: pass@1", "share", "rises"
-    ),
-    "eval/reward": Definition(
-        "mean raw outcome on held-out tasks, sampled: accuracy where outcomes are 0 or 1", "reward", "rises"
-    ),
-    "eval/greedy": Definition("share of held-out tasks whose argmax answer has a raw outcome >= 1", "share", "rises"),
-    "eval/greedy_reward": Definition("mean raw outcome on held-out tasks, argmax", "reward", "rises"),
-    "eval/unjudged": Definition("held-out episodes without a reward: failed and abstained", "episodes", "0"),
-    "eval/failed": Definition("held-out episodes that a source failed to judge", "episodes", "0"),
-    "eval/abstained": Definition("held-out episodes about which every source abstained", "episodes", "as meant"),
-    "eval/tokens": Definition("spoken tokens a held-out episode", "tokens", "steady"),
-    "eval/truncated": Definition("share of held-out episodes cut off at max_tokens", "share", "< 0.1"),
-    "eval/pass_at_K": Definition(
-        "unbiased estimate of P(at least one of K samples of a held-out task solves it)",
-        "share",
-        "rises; far above accuracy: RL has room",
-    ),
-    "eval/first_chosen": Definition(
-        "share of a judge's verdicts on held-out pairs, each in both orders, that name the first side",
-        "share",
-        "0.5; away from it: position bias",
-    ),
-    "eval/length_bias": Definition(
-        "share of a judge's verdicts that name the longer side, minus the share of pairs in which it is the better one",
-        "share",
-        "0; above it: length pays",
-    ),
-    "eval/both_orders": Definition(
-        "share of held-out pairs that a judge judges right in both orders", "share", "rises; at most the accuracy"
-    ),
-    "eval/unread": Definition("share of a judge's held-out answers without a verdict that can be read", "share", "0"),
-    "eval/metric/NAME": Definition("the same on held-out tasks", "its own", "its own"),
+    **EVALUATION,
     "policy/ratio": Definition("pi / anchor, mean over tokens (of the episode, for sequence ratios)", "1", "near 1"),
     "policy/ratio_square": Definition(
         "(pi / anchor)^2, mean over tokens", "1", "near 1; a few huge ratios show up here first"
@@ -406,16 +376,6 @@ REGISTRY: dict[str, Definition] = {
         "its square; effective share of tokens = used^2 / used_square", "1", "near used^2"
     ),
     "correction/silenced": Definition("share of tokens whose correction is 0", "share", "< 0.05"),
-    "rollout/asked_again": Definition(
-        "groups that were given up when new weights came, and asked again", "groups", "few: each cost what it had said"
-    ),
-    "replay/groups": Definition("groups of the replay buffer that the step learned from again", "groups", "any"),
-    "replay/held": Definition("groups in the replay buffer", "groups", "at most replay.size"),
-    "replay/age": Definition("steps since they were played, mean over those groups", "steps", "at most replay.age"),
-    "replay/left_by_age": Definition("groups that left the buffer because they were too old", "groups", "any"),
-    "replay/left_by_ratio": Definition(
-        "groups that left it because the policy had moved too far from what sampled them", "groups", "few"
-    ),
-    "replay/left_by_size": Definition("groups that left it for newer ones", "groups", "any"),
     **ENGINE,
+    **AHEAD,
 }

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from posttrain.core.abilities import Together
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.gauge import Gauges
-from posttrain.core.ports import Attempt, ComparingJudge, Environment, EpisodeJudge
+from posttrain.core.ports import Attempt, Environment, EpisodeJudge
 from posttrain.core.redact import redacted
 from posttrain.core.request import StepNumber
 from posttrain.core.types import Episode, Segment, Stop
@@ -24,6 +24,15 @@ from posttrain.role.concurrency import together
 JUDGE_RETRIES = 2
 UNCONTAINED = "sandbox=none"
 """The note in a verdict when the policy's programs ran without a sandbox."""
+
+
+@runtime_checkable
+class ComparingJudge(Protocol):
+    """An `EpisodeJudge` whose verdict about an episode may depend on the others of its group."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether it does. Where it failed on some episodes, it is then asked again about all of them."""
 
 
 async def judged(environment: Environment, attempt: Attempt, alone: bool = True) -> tuple[Judged, ...]:

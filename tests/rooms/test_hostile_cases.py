@@ -355,6 +355,8 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "environment/templates.py",
             "engine/checkpoint.py",
             "api/written.py",
+            "api/placed.py",
+            "engine/pool/",
         ),
     ),
     "I-12": (("tarfile", "gzip", "bz2", "lzma", "zipfile"), ("core/record.py",)),

@@ -232,6 +232,10 @@ class EmbeddedEngine:
                 quiet = 0
                 await asyncio.wait([self._task])
 
+    def forget(self) -> None:
+        """Empty the prefix cache. Turns that are being said keep what they hold."""
+        self._scheduler.tree.renew(self._version)
+
     def pause(self) -> None:
         """Draw no more tokens until `resume`. Turns keep their tokens, and new requests are queued."""
         self._paused = True
