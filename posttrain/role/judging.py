@@ -33,6 +33,7 @@ class ComparingJudge(Protocol):
     @property
     def compares(self) -> bool:
         """Whether it does. Where it failed on some episodes, it is then asked again about all of them."""
+        ...
 
 
 async def judged(environment: Environment, attempt: Attempt, alone: bool = True) -> tuple[Judged, ...]:
