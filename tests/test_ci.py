@@ -17,7 +17,7 @@ import pytest
 
 from scripts.ci import ledger, page, play
 from scripts.ci.plan import EVERY, Known, Plan, choose, shortage
-from scripts.ci.reach import Reach, digest
+from scripts.ci.reach import RECORD, Reach, digest
 from scripts.ci.suites import TABLE as TABLE_FILE
 from scripts.ci.suites import Inputs, Suite, Table, TableError, homeless, kinds
 
@@ -488,3 +488,8 @@ def test_the_entry_is_red_when_its_program_ends_early_without_a_word(tmp_path: P
         ["bash", str(entry)], env={"PYTHON": "true", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )
     assert done.returncode == 1 and "no test ran" in done.stdout
+
+
+def test_the_record_of_landings_counts_for_no_suite() -> None:
+    """Else writing a plan into it would change the plan."""
+    assert RECORD not in TABLE.reach.files and (ROOT / RECORD).is_file()
