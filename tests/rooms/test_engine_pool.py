@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from posttrain.core.errors import ConfigError, EngineError, InvariantError
 from posttrain.core.placement import Local, Processes, Ray, check_machine
 from posttrain.core.types import Said
 from posttrain.engine.pool import engine_pool
+from posttrain.engine.pool.ray_host import must_answer
 from tests.rooms.pool_parts import (
     PLAIN,
     KnownSampler,
@@ -238,3 +240,19 @@ def test_ray_that_is_not_installed_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setattr("posttrain.core.placement.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'pip install "posttrain\[ray\]"'):
         check_machine(Ray())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:99999"])
+def test_an_address_where_no_cluster_is_says_so_at_once(address: str) -> None:
+    with pytest.raises(ConfigError, match=rf"placement.address={address}: no Ray cluster answers there"):
+        must_answer(address, 1.0)
+
+
+@pytest.mark.parametrize("address", ["auto", "local"])
+def test_an_address_without_a_port_is_left_to_ray(address: str) -> None:
+    must_answer(address, 1.0)
+
+
+def test_an_address_where_something_listens_is_left_to_ray() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        must_answer(f"127.0.0.1:{server.getsockname()[1]}", 1.0)
