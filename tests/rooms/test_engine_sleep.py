@@ -178,7 +178,6 @@ def test_a_run_with_a_sleeping_engine_is_the_run_without(
         assert all(c["engine/wake"] > 0 for c in clocks[1:])
 
 
-@pytest.mark.prove
 def test_where_weights_stay_what_was_cached_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a push every other step, prompts of the step before could be found in the cache, and now are not. The
     answers and what is learned from them are the same."""
