@@ -1,8 +1,12 @@
-"""The built site: no warning, every link and anchor leads somewhere, nothing is asked of another host, and every page
-opens in Chromium without an error, on a desk and on a phone.
+"""The built site: it is built without a network and without a warning, every link and anchor leads somewhere, nothing
+is asked of another host, and every page opens in Chromium without an error, on a desk and on a phone.
 
-Run by `make test-docs`, in an environment without torch. POSTTRAIN_SEED draws the pages that the browser opens (it is
-printed); POSTTRAIN_DOCS=all opens every page. Without Chromium the tests that need it are skipped, and fail under CI.
+Run by `make test-docs`, in an environment without torch. In its environment:
+
+    POSTTRAIN_SEED      draws the pages that the browser opens (it is printed)
+    POSTTRAIN_DOCS=all  opens every page
+
+Without Chromium the tests that need it are skipped, and fail under CI.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import http.server
 import os
 import random
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -36,10 +42,22 @@ ALWAYS = ("index.html", "for-researchers.html", "for-engineers.html", "my-reward
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
+@cache
+def offline() -> tuple[str, ...]:
+    """What begins a command that has no network: a namespace without an interface that is up. Empty where this machine
+    makes none."""
+    ways = (("unshare", "--net"), ("unshare", "--net", "--user", "--map-root-user"))
+    for words in ways:
+        if shutil.which(words[0]) and subprocess.run([*words, "true"], capture_output=True).returncode == 0:
+            return words
+    return ()
+
+
 @pytest.fixture(scope="session")
 def site() -> Path:
-    """Built anew; a warning of Sphinx is an error of the build."""
-    done = subprocess.run([sys.executable, "-m", "scripts.site", str(SITE)], cwd=ROOT, capture_output=True, text=True)
+    """Built anew, without a network; a warning of Sphinx is an error of the build."""
+    words = [*offline(), sys.executable, "-m", "scripts.site", str(SITE)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return SITE
 
@@ -79,6 +97,21 @@ def read(path: Path) -> Page:
 
 def html(site: Path) -> list[Path]:
     return sorted(p for p in site.rglob("*.html") if "_static" not in p.parts)
+
+
+def test_the_network_is_cut_while_the_site_is_built(site: Path) -> None:
+    """What is started as the build is has a way to nowhere, not even to this very process."""
+    if not offline():
+        program(("unshare",), "util-linux")
+        pytest.skip("this kernel makes no network namespace for us, so the site was built with the network there")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ask = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5)"
+        words = [sys.executable, "-c", ask, str(server.getsockname()[1])]
+        here, there = (subprocess.run([*w, *words], capture_output=True, text=True) for w in ((), offline()))
+    assert here.returncode == 0 and "OSError: [Errno 101]" in there.stderr, here.stderr + there.stderr
+    routes = subprocess.run([*offline(), "cat", "/proc/net/route"], capture_output=True, text=True, check=True).stdout
+    assert len(routes.splitlines()) == 1, routes
+    assert (site / "index.html").is_file()
 
 
 def test_every_page_of_the_repository_is_there(site: Path) -> None:
