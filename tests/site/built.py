@@ -3,8 +3,9 @@ is asked of another host, and every page opens in Chromium without an error, on 
 
 Run by `make test-docs`, in an environment without torch. In its environment:
 
-    POSTTRAIN_SEED      draws the pages that the browser opens (it is printed)
-    POSTTRAIN_DOCS=all  opens every page
+    POSTTRAIN_SEED          draws the pages that the browser opens (it is printed)
+    POSTTRAIN_DOCS=all      opens every page
+    POSTTRAIN_PICTURES=DIR  writes a picture of each page that is opened: DIR/desk/PAGE.png and DIR/phone/PAGE.png
 
 Without Chromium the tests that need it are skipped, and fail under CI.
 """
@@ -39,6 +40,8 @@ SIZES = {"desk": (1280, 800), "phone": (390, 844)}
 SAMPLE = 24
 """Pages that the browser opens at a landing, beside the few that are always opened."""
 ALWAYS = ("index.html", "for-researchers.html", "for-engineers.html", "my-reward-my-model.html", "search.html")
+TALLEST = 6_000
+"""Pixels of a page that its picture shows, from the top."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -194,6 +197,7 @@ class Window:
 
     page: Any
     address: str
+    size: str
     wrong: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -226,6 +230,14 @@ class Window:
             self.wrong.append("no title")
         return [f"{path}: {x}" for x in self.wrong]
 
+    def picture(self, path: str, folder: Path) -> None:
+        """Writes what the open page looks like."""
+        width, height = (self.page.evaluate(f"document.documentElement.scroll{x}") for x in ("Width", "Height"))
+        into = folder / self.size / f"{path.removesuffix('.html')}.png"
+        into.parent.mkdir(parents=True, exist_ok=True)
+        shown = {"x": 0, "y": 0, "width": width, "height": min(height, TALLEST)}
+        self.page.screenshot(path=into, full_page=True, clip=shown)
+
     def _widest(self, width: int) -> str:
         return self.page.evaluate(
             "w => [...document.querySelectorAll('article *')].filter(e => e.getBoundingClientRect().right > w + 1)"
@@ -249,7 +261,7 @@ def browser() -> Iterator[Any]:
 def window(request: pytest.FixtureRequest, browser: Any, address: str) -> Iterator[Window]:
     width, height = SIZES[request.param]
     context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce")
-    yield Window(context.new_page(), address)
+    yield Window(context.new_page(), address, request.param)
     context.close()
 
 
@@ -264,7 +276,12 @@ def chosen(site: Path) -> list[str]:
 
 
 def test_pages_open_without_an_error(site: Path, window: Window) -> None:
-    wrong = [x for path in chosen(site) for x in window.open(path)]
+    wrong, pages, pictures = list[str](), chosen(site), os.environ.get("POSTTRAIN_PICTURES")
+    for path in pages:
+        wrong += window.open(path)
+        if pictures:
+            window.picture(path, Path(pictures))
+    print(f"\n{len(pages)} pages opened, {window.size}: {len(wrong)} things wrong")
     assert not wrong, "\n".join(wrong[:40])
 
 
