@@ -170,12 +170,12 @@ def measure(sizes: Sequence[str], steps: int) -> list[PushRow]:
 
 def line(row: PushRow) -> str:
     spent = [f"{getattr(row, name):.1f}" for name in TIMES]
-    words = [row.size, row.dtype, row.transport, row.form, f"{row.mb:.2f}", f"{100 * row.share:.2f} %", *spent]
+    words = [row.size, row.dtype, row.transport, row.form, f"{row.mb:.2f}", f"{100 * row.share:.2f}", *spent]
     return "| " + " | ".join(words) + " |"
 
 
 def table(rows: Sequence[PushRow]) -> str:
-    head = ("parameters", "served as", "transport", "form", "MB", "share", *(f"{name} ms" for name in TIMES))
+    head = ("parameters", "served as", "transport", "form", "MB", "share %", *(f"{name} ms" for name in TIMES))
     return "\n".join(
         ["| " + " | ".join(head) + " |", "|" + "---|" * 4 + "---:|" * (len(head) - 4), *(line(r) for r in rows)]
     )

@@ -95,6 +95,11 @@ def test_links_turn_into_those_of_the_site() -> None:
         stage.text("[x](gone.md)", "docs/recipes.md", "recipes")
 
 
+def test_a_date_is_not_cut() -> None:
+    row = Stage(ROOT, PAGES).text("| 2026-11-23 | law | a |\n    | 2026-11-23 | b |", "docs/recipes.md", "recipes")
+    assert row == '| <span class="date">2026-11-23</span> | law | a |\n    | 2026-11-23 | b |\n'
+
+
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda p: p.name)
 def test_a_picture_is_of_its_command_and_asks_nobody(picture: Picture) -> None:
     text = (ROOT / f"docs/pictures/{picture.name}.svg").read_text(encoding="utf-8")
