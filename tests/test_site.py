@@ -96,8 +96,12 @@ def test_links_turn_into_those_of_the_site() -> None:
 
 
 def test_a_date_is_not_cut() -> None:
-    row = Stage(ROOT, PAGES).text("| 2026-11-23 | law | a |\n    | 2026-11-23 | b |", "docs/recipes.md", "recipes")
-    assert row == '| <span class="date">2026-11-23</span> | law | a |\n    | 2026-11-23 | b |\n'
+    rows = "| 2026-11-23 | law | a |\n| H-07 | b |\n| a-07 | c |\n    | 2026-11-23 | d |"
+    assert Stage(ROOT, PAGES).text(rows, "docs/recipes.md", "recipes").splitlines() == [
+        '| <span class="uncut">2026-11-23</span> | law | a |',
+        '| <span class="uncut">H-07</span> | b |',
+        *("| a-07 | c |", "    | 2026-11-23 | d |"),
+    ]
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda p: p.name)
