@@ -186,9 +186,9 @@ def measured_text(steps: int, beside: str) -> str:
     lines = (
         "",
         f"A Qwen3 under AdamW at a learning rate of {LR:g}, medians of {steps - 1} pushes, {date.today()}, two cores,",
-        "one thread a process. Size is in parameters, times are in ms. *reshard* has the checksums and the encoding of",
-        "deltas, *read* the checksums and the decoding, *install* is the engine's copy into its module, *push* is all of",
-        "it.",
+        "one thread a process. Size is in parameters, times are in ms. *reshard* has the checksums and the encoding",
+        "of deltas, *read* the checksums and the decoding, *install* is the engine's copy into its module, *push* is all",
+        "of it.",
         *([f"Measured beside {beside}: bytes are exact, times are upper bounds."] if beside else []),
         "",
         "",
