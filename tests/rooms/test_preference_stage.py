@@ -187,7 +187,7 @@ def test_its_settings_are_settings_like_others() -> None:
     [
         ("algorithm=grpo", "learns from reward, and this stage does not"),
         ("algorithm=dpoo", "did you mean 'dpo'"),
-        ("algorithm=oaif", "judges what the policy says now"),
+        ("algorithm=oaif", "draws its own pairs"),
         ("dpo.batch=0", "must be >= 1"),
         ("link=hinged", "hinge"),
         ("beta=0.1", ""),
