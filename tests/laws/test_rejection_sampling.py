@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def kept_exactly(left: tuple[int, ...], keep: int) -> dict[frozenset[int], float
         return {frozenset(): 1.0}
     most = max(REWARD[i] for i in left)
     chance = {i: math.exp((REWARD[i] - most) / TEMPERATURE) for i in left}
-    out: Counter[frozenset[int]] = Counter()
+    out: defaultdict[frozenset[int], float] = defaultdict(float)
     for passes in itertools.product((False, True), repeat=len(left)):
         p = math.prod(chance[i] if yes else 1 - chance[i] for i, yes in zip(left, passes, strict=True))
         if p:

@@ -100,7 +100,8 @@ def test_what_rejection_sampling_keeps_is_paired_once_and_within_its_prompt() ->
     for g, pairs in zip(groups, zip(found.pairs[0::2], found.pairs[1::2], strict=True), strict=True):
         both = [e for p in pairs for e in (p.chosen, p.rejected)]
         assert len({e.sibling for e in both}) == 4 and all(any(e is x for x in g.episodes) for e in both)
-        assert all(p.gap == pytest.approx(p.chosen.reward - p.rejected.reward) and p.gap > 0 for p in pairs)
+        for p in pairs:
+            assert p.gap > 0 and p.gap == pytest.approx(judged[p.chosen.sibling] - judged[p.rejected.sibling])
 
     def siblings(place: int) -> list[int]:
         return [p.chosen.sibling for p in sampled_pairs(groups, SMALL_RSO, place).pairs]

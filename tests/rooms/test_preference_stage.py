@@ -183,7 +183,8 @@ def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> tuple[
     moved: list[float] = []
 
     def begins(self: PreferenceDriver, checkpoint: Path | None) -> Any:
-        held[:] = [real(self, checkpoint), FrozenScorer(self.parts.learner.policy)]
+        learner: Any = self.parts.learner
+        held[:] = [real(self, checkpoint), FrozenScorer(learner.policy)]
         return held[0]
 
     def scored(self: PreferenceDriver, of: Any) -> np.ndarray:

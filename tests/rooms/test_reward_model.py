@@ -113,9 +113,11 @@ def test_other_heads_and_judgements(change: dict[str, Any], tmp_path: Path) -> N
 def test_ratings_train_the_attributes_and_then_pairs_the_gate(tmp_path: Path) -> None:
     """Two stages: the first leaves the gate as it began, the second the attributes, bit for bit."""
     names = ("ones", "zeros")
-    rated = replace(reward_run().stages[0], judgement="rating", attributes=names, gate=True)
+    given: dict[str, Any] = {"attributes": names, "gate": True, "batch": 8}
+    first = Optimizer(lr=3e-3, warmup=1)
+    rated = RewardModel(name="rm", judgement="rating", steps=4, optimizer=first, **given)
     optimizer = Optimizer(lr=1e-2, warmup=1, freeze=("reward_head.score",))
-    paired = RewardModel(name="gate", attributes=names, gate=True, optimizer=optimizer, steps=8, batch=8)
+    paired = RewardModel(name="gate", optimizer=optimizer, steps=8, **given)
     world = Taste(max_terms=2, max_operand=20, heldout_count=60)
     run = replace(reward_run(), env=Env(heldout=60), stages=(rated,))
     posttrain.run(run, env=world, out=tmp_path / "one", quiet=True)
