@@ -158,10 +158,12 @@ REGISTRY: dict[str, Definition] = {
     ),
     "preference/tokens": Definition("judged tokens an optimizer step", "tokens", "steady"),
     "preference/pairs": Definition(
-        "pairs that a step found among its own samples", "1", "near the prompts of a step; 0: nothing is learned"
+        "pairs that a step found among its own samples", "1", "near what a step can give; 0: nothing is learned"
     ),
     "preference/tied": Definition(
-        "share of prompts whose samples were judged alike, up to rounding; they make no pair", "share", "< 0.7"
+        "share of prompts (rso: of pairs) whose samples were judged alike, up to rounding; they make no pair",
+        "share",
+        "< 0.7",
     ),
     "preference/gap": Definition(
         "reward of the chosen sample minus that of the rejected one, over the pairs of a step", "reward", "> 0"

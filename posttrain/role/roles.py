@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from posttrain.algorithm.steer import AdaptiveState
+from posttrain.core import seeds
 from posttrain.core.book import Book
 from posttrain.core.ports import Dialogue, Environment, Learner, PairRenderer, Reference, TaskSource
 from posttrain.core.preference_stage import OnlinePreference, Preference
@@ -149,9 +150,14 @@ class OnlineRoles(StageRoles[OnlinePreference]):
     prompts: Prompts
     reference: Reference | None
     opponent: Opponent | None = None
-    """Who says the second completion of each prompt; None: the policy itself."""
+    """Who says the completions of `stage.opposed`; None: the policy itself."""
     other_environments: tuple[Environment, ...] = ()
     """Other environments on which the run or a later stage is evaluated."""
+
+    @property
+    def place(self) -> int:
+        """By which the completions are drawn that are kept for pairs."""
+        return seeds.key(self.run.seed, "pairs", self.stage.name)
 
 
 @dataclass(kw_only=True)
