@@ -192,7 +192,8 @@ def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> F
             )
             for x, y, p in zip(xs, ys, own, strict=True):
                 axis.annotate(p.kind.size, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7, color=colour)
-        axis.set_xscale("log")
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.set_xlabel("tokens said for a task")
         axis.set_ylabel("accuracy on held-out tasks")
         axis.set_title(_text(title), fontsize=9)

@@ -70,7 +70,7 @@ class SearchReport:
 
         one = next(p for p in self.points if p.kind == ONE)
         front = frontier(self.points)
-        out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        out = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         out.add_column("search", overflow="fold")
         for head in ("accuracy [95 %]", "tokens", "gain [95 %]", ""):
             out.add_column(head, justify="right", no_wrap=True)
