@@ -415,7 +415,7 @@ def test_best_of_n_by_the_verifier_is_pass_at_n(prm: Path) -> None:
         (["search=beam", "search.by=verifier"], "search.by=verifier scores whole answers"),
         (["search=beam", "search.by=model:./nowhere"], "search.by=model:./nowhere"),
         (["search=beam", "search.by=model:stage:sfd"], "keeps nothing called 'sfd'"),
-        (["search=beam", "env=shop"], "'shop' has episodes with tools"),
+        (["search=beam", "env=shop"], "'shop' has episodes of several turns"),
         (["search=beam", "env.heldout=0"], "env.heldout=0 leaves no task"),
         (["search=beam", "env=calculator"], "'calculator' has episodes of several turns"),
         (["search=beam", "fault=search_min_as_product"], "--allow-fault"),
