@@ -118,10 +118,6 @@ def evaluate(
         env, rewards: as in `run`. A run that was handed objects needs its functions again.
         ema: evaluate the moving average of a run's weights (`optimizer.ema`) in place of the weights.
     """
-    if asks_search(overrides):
-        raise ConfigError(
-            "searches have a report of their own: posttrain.api.searched.evaluate_searches(target, *words)"
-        )
     target, checkpoint = run_and_checkpoint(target, checkpoint)
     if ema and not is_run(target):
         raise ConfigError(f"--ema is about a run folder, which keeps averages of its weights, and {target} is none")
@@ -183,6 +179,10 @@ def asked_run(
     target: str | Path, checkpoint: str, overrides: tuple[str, ...], handed: HandedObjects, quiet: bool, trust: bool
 ) -> tuple[Run, Path | None, Given]:
     """(the run whose environment and model are evaluated, the weights to load into its policy or None, the objects)."""
+    if asks_search(overrides):
+        raise ConfigError(
+            "searches have a report of their own: posttrain.api.searched.evaluate_searches(target, *words)"
+        )
     kept: list[Given] = []
 
     def change(run: Run) -> Run:

@@ -436,6 +436,8 @@ def test_a_search_without_scores_says_where_to_get_them(prm: Path, tmp_path: Pat
     assert len(report.points) == 2 and not report.scored_by
     scored = evaluate_searches(tmp_path / "plain", "search=beam.width=1,expand=2", f"search.by=model:{prm}", quiet=True)
     assert "process reward model prm" in scored.scored_by
+    with pytest.raises(ConfigError, match="evaluate_searches"):
+        posttrain.evaluate(tmp_path / "plain", "search=vote", quiet=True)
     with pytest.raises(ConfigError, match="give a run folder or a model directory"):
         evaluate_searches("http://127.0.0.1:8000/v1", "search=vote", quiet=True)
 
