@@ -15,6 +15,7 @@ import pytest
 from process_parts import process_run
 
 import posttrain
+from benchmarks.search_curves import by_difficulty
 from posttrain.api.plots import search_plot
 from posttrain.api.search_words import asks_search, kinds_of, search_request
 from posttrain.api.searched import evaluate_searches
@@ -22,6 +23,7 @@ from posttrain.cli import main
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError, InvariantError, PosttrainError
+from posttrain.core.interval import Score
 from posttrain.core.process import aggregated
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Env, Optimizer
@@ -31,7 +33,7 @@ from posttrain.core.types import Said, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.search.audit import said_by_one_version, tree_adds_up, worth_is
 from posttrain.search.beam import beam
-from posttrain.search.curves import frontier, search_point
+from posttrain.search.curves import SearchPoint, frontier, search_point
 from posttrain.search.kinds import KINDS, ONE, BeamSearch, BestOfN, MajorityVote, SearchKind, TreeSearch
 from posttrain.search.play import ANSWERS, play
 from posttrain.search.puct import TreeNode, tree_search
@@ -315,6 +317,23 @@ def test_a_point_counts_each_task_once_and_leaves_out_what_is_not_judged(tmp_pat
     assert "tokens said for a task" in drawn and "beam" in drawn and "1x30" in drawn and "a title" in drawn
     with pytest.raises(ConfigError, match=r"use one of \.svg"):
         search_plot(points, "t", tmp_path / "x.txt")
+
+
+def test_the_best_search_by_difficulty() -> None:
+    def point(kind: SearchKind, tokens: float, *right: float) -> SearchPoint:
+        return SearchPoint(kind, Score.of(right), tokens, dict(enumerate(right)))
+
+    points = [point(ONE, 10.0, 0, 0.5, 1), point(BestOfN(), 80.0, 0.25, 0.5, 0), point(TreeSearch(), 100.0, 0.5, 1, 0)]
+    said = by_difficulty(points, {0: 0.0, 1: 0.5, 2: 1.0})
+    assert said[:2] == [
+        "hard: 1 tasks, single answers right with 0.000",
+        "  at most  20 tokens: 0.000 one answer (10.0)",
+    ]
+    assert said[3:5] == [
+        "  at most  80 tokens: 0.250 best_of.count=8 (80.0)",
+        "  at most 160 tokens: 0.500 tree.expansions=12,expand=3 (100.0)",
+    ]
+    assert said[-1] == "  at most 160 tokens: 1.000 one answer (10.0)" and len(said) == 15
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
