@@ -43,7 +43,7 @@ def by_difficulty(points: Sequence[SearchPoint], alone: Mapping[Hashable, float]
         tasks = [t for t, share in alone.items() if low <= share < high and all(t in p.right for p in points)]
         if not tasks:
             continue
-        lines.append(f"{level}: {len(tasks)} tasks, single answers right with {np.mean([alone[t] for t in tasks]):.3f}")
+        lines.append(f"{level}: {len(tasks)} tasks, of which {ANSWERS} answers say so")
         for most in TOKENS:
             given = [(float(np.mean([p.right[t] for t in tasks])), p) for p in points if p.tokens <= most]
             if given:

@@ -326,7 +326,7 @@ def test_the_best_search_by_difficulty() -> None:
     points = [point(ONE, 10.0, 0, 0.5, 1), point(BestOfN(), 80.0, 0.25, 0.5, 0), point(TreeSearch(), 100.0, 0.5, 1, 0)]
     said = by_difficulty(points, {0: 0.0, 1: 0.5, 2: 1.0})
     assert said[:2] == [
-        "hard: 1 tasks, single answers right with 0.000",
+        "hard: 1 tasks, of which 16 answers say so",
         "  at most  20 tokens: 0.000 one answer (10.0)",
     ]
     assert said[3:5] == [
