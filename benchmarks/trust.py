@@ -69,6 +69,7 @@ from posttrain.faults import FAULTS
 from posttrain.role import rounding
 from posttrain.role.events import Observers, PlayedEvent
 from posttrain.role.roles import ReinforceRoles
+from posttrain.search import audit
 from tests.faulty import BOUND, STEPS, acts_ahead, catch, named, smallest, start
 
 ROOT = Path(__file__).parents[1]
@@ -466,6 +467,9 @@ def page(data: dict[str, Any]) -> str:
         ),
         "",
         *table([(f"`{f.__name__}`", summary(f)) for f in SECOND_OPINIONS], "check", "what holds"),
+        "**In every search** at inference (`posttrain/search/audit.py`, [search](search.md)):",
+        "",
+        *table([(f"`{n}`", t) for n, t in functions(audit)], "check", "what holds"),
         "**Live rules** (`posttrain/diagnose/rules.py`) read the record and warn in its notes:",
         "",
         *table([(f"`{n}`", summary(f)) for n, f in rules.RULES.items()], "rule", "when it speaks"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.api.searched import evaluate_searches
 from posttrain.core import reader
 from posttrain.core.asker import asker
 from posttrain.core.env import Reward
@@ -274,8 +275,18 @@ def _stepwise(run: Run) -> Run:
     return replace(run, model=replace(MODEL, context=64), env=env, stages=(cot, label, rm, rl))
 
 
+def search_run(run: Run, folder: Path) -> Path:
+    """A policy that says chains, and a process reward model of its steps, as a run folder."""
+    made = folder / "searched"
+    if not (made / "run.json").exists():
+        posttrain.run(replace(_stepwise(run), stages=_stepwise(run).stages[:-1]), out=made, quiet=True)
+    return made
+
+
 def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = False, **rl: Any) -> Caught | None:
     """Run it with the fault planted; what caught it first, or None. `rl`: settings of its reinforcement stage."""
+    if fault.needs == "search":
+        return _caught_searching(fault, model, folder)
     run = replace(smallest(fault, model, folder, **rl), deterministic=deterministic)
     out = folder / fault.name
     words = (*fault.shows, f"fault={fault.name}")
@@ -287,6 +298,16 @@ def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = Fals
     except PosttrainError as error:
         return Caught(*detector(error), reached(out, error), str(error))
     return named(out)
+
+
+def _caught_searching(fault: Fault, model: Path, folder: Path) -> Caught | None:
+    """What caught a fault of searches at inference, which take no step."""
+    made = search_run(smallest(None, model, folder), model.parent)
+    try:
+        evaluate_searches(made, *fault.shows, f"fault={fault.name}", quiet=True, allow_fault=True)
+    except PosttrainError as error:
+        return Caught(*detector(error), 0, str(error))
+    return None
 
 
 def reached(out: Path, error: BaseException) -> int:

@@ -48,7 +48,8 @@ class Fault:
     (reinforcement against one), `judging` (a policy that learns to judge), `votes` and `yes` (reinforcement paid by a
     judge of pairs, and by one that says Yes or No), `process` (labels of steps, a process reward model, reinforcement
     with it), `state` (a model with a recurrent state), `ahead` (groups asked ahead of the updates), `ahead_resume` (the
-    same, resumed), `pool` (two engines in processes, one of which is killed)."""
+    same, resumed), `pool` (two engines in processes, one of which is killed), `search`
+    (`posttrain eval` with searches, of a run with a process reward model)."""
 
 
 FAULTS: dict[str, Fault] = {}
