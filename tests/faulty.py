@@ -46,16 +46,20 @@ BOUND = 2
 """By how many steps samples may be older in runs of faults between asking and learning."""
 AHEAD = ("ahead", "ahead_resume")
 RESUMED = ("resume", "ahead_resume")
-IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", *AHEAD)
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", *AHEAD)
 """What faults need that are planted into a reinforcement stage, or before its first step."""
 
 
 def acts_ahead(fault: Fault, deterministic: bool) -> bool:
-    """Whether a fault can act in a run of reinforcement whose groups are asked ahead. A model with a recurrent state
-    cannot be `deterministic`."""
-    if fault.needs not in IN_REINFORCEMENT or fault.name == "groups_interleaved":
+    """Whether a fault can act in a run of reinforcement whose groups are asked ahead.
+
+    A queue plays each group alone, and counts itself what was said for it. A model with a recurrent state cannot be
+    `deterministic`. Where a run is, nothing is being said when new weights come, so no turn can be given to an engine
+    of other weights.
+    """
+    if fault.needs not in IN_REINFORCEMENT or fault.name in ("groups_interleaved", "dead_engine_counted_twice"):
         return False
-    return not (deterministic and fault.needs == "state")
+    return not (deterministic and (fault.needs == "state" or fault.name == "router_mixes_versions"))
 
 
 class Twice(Arithmetic):

@@ -68,9 +68,10 @@ REGISTRY: dict[str, Definition] = {
     ),
     "rollout/behind_K": Definition("share of tokens that are K steps behind", "share", "any"),
     "rollout/trained_length": Definition(
-        "mean length of the answers that were learned from, over that of all that were asked for the step",
+        "mean length of the answers that got a gradient, over that of all that were asked for the step; without those "
+        "that were learned from again",
         "ratio",
-        "1 without a filter",
+        "1 where none was left out",
     ),
     "reward/SOURCE": Definition(
         "mean raw score a source gave, before its weight and any shaping; what it paid for turns summed",
