@@ -89,7 +89,7 @@ class Chat:
 
     def __init__(self, tokenizer: Templated, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._stops = tuple(stops)
+        self.stops = tuple(stops)
         self._specials = sorted(
             (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1), key=len, reverse=True
         )
@@ -244,14 +244,14 @@ class Chat:
         for turn in turns:
             alone = self.render([*history, turn], generate=False, tools=tools)
             whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
-            at = max((alone.rfind(s, len(common(before, alone))) for s in self._stops), default=-1)
+            at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)
             if at >= 0 and whole.startswith(before) and whole.startswith(alone[:at]):
                 return whole[at:]
             if at < 0:
                 problem = (
                     problem
                     or "the chat template ends an assistant's turn with none of the stop tokens"
-                    f" {', '.join(self._stops)}"
+                    f" {', '.join(self.stops)}"
                 )
             else:
                 problem = problem or (
@@ -336,7 +336,7 @@ class Chat:
         """A plain turn as the template writes it. Some put marks around it, which the policy generates itself."""
         before = self.render(history, generate=True, tools=tools)
         alone = self.render([*history, Message(role="assistant", content=PROBE)], generate=False, tools=tools)
-        at = max((alone.rfind(s, len(common(before, alone))) for s in self._stops), default=-1)
+        at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)
         return (
             alone[len(before) : at].strip()
             if alone.startswith(before) and PROBE in alone[len(before) : max(at, 0)]
@@ -375,7 +375,7 @@ class Chat:
 
     def _without_end(self, body: str) -> Iterator[str]:
         """The text of a turn up to each of its stop tokens, and then all of it."""
-        for stop in self._stops:
+        for stop in self.stops:
             at = body.rfind(stop)
             while at >= 0:
                 yield body[:at]

@@ -14,6 +14,7 @@ from posttrain.core.content import content_of, mapped
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.types import Message
 from posttrain.environment.chat import SHIELD, After, Chat, Tools
+from posttrain.environment.said_calls import MARK, written
 from posttrain.environment.writable import Writable
 
 Content = str | Sequence[Message]
@@ -122,10 +123,18 @@ class Renderer:
     def pair(
         self, prompt: Content, completion: str, task: str = "", tools: Tools = ()
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(prompt ids, completion ids) of a demonstration. With an empty prompt it is a document and gets `start`."""
+        """(prompt ids, completion ids) of a demonstration. With an empty prompt it is a document and gets `start`. The
+        chat template writes calls that the completion has as objects."""
         chat = not isinstance(prompt, str)
         before = self.prompt(prompt, task, tools) if len(prompt) else self.start()
-        return before, self.completion_ids(completion, chat=chat, task=task)
+        if MARK not in completion:
+            return before, self.completion_ids(completion, chat=chat, task=task)
+        try:
+            said, stop = written(self.template, prompt, completion, tools)
+        except DataError as error:
+            raise DataError(f"{_named(task)}: {error}") from error
+        ids, end = self.completion_ids(said, chat=chat, task=task), self.encode(stop)
+        return before, np.array([*ids[: len(ids) - len(end)], *end], np.int32)
 
     def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
         """int32 ids of a demonstration. No special tokens are added, and exactly one stop id is at the end.

@@ -16,6 +16,7 @@ from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.judgements import Kind
 from posttrain.core.types import Message, Task
 from posttrain.environment.columns import Columns
+from posttrain.environment.said_calls import MARK, kept
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that chat templates accept."""
@@ -196,15 +197,11 @@ def without_nulls(value: Any) -> Any:
 
 
 def said_of(where: str, message: Message) -> str:
-    """The text of a message that is learned from. Its calls must stand in it, because how a model writes them depends
-    on its chat template."""
-    if "tool_calls" in message:
-        raise DataError(
-            f"{where} has 'tool_calls', and it is what is learned from: write the call into its content as the model"
-            " says it (its chat template shows the form), or leave the row out"
-        )
+    """The text of a message that is learned from; with calls as objects in the form of `said_calls`, which the chat
+    template of the model writes."""
     with placed(where):
-        return text_of(message["content"])
+        content = text_of(message["content"])
+        return kept(content, message["tool_calls"]) if "tool_calls" in message else content
 
 
 def completion_of(place: Place, value: Any, c: Columns) -> str:
@@ -217,7 +214,10 @@ def completion_of(place: Place, value: Any, c: Columns) -> str:
 
 
 def without_halves(place: Place, column: str, value: str) -> str:
-    """The text, if UTF-8 can encode it. JSON may contain half of a surrogate pair, which no tokenizer accepts."""
+    """The text, if UTF-8 can encode it and it is text. JSON may contain half of a surrogate pair, which no tokenizer
+    accepts; and `MARK` would begin tool calls."""
+    if MARK in value:
+        raise DataError(f"{place}: {column!r} has the character U+FDD1, which Unicode keeps for programs: take it out")
     try:
         value.encode()
     except UnicodeEncodeError as error:

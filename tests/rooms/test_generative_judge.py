@@ -119,10 +119,13 @@ def test_points_are_averaged_and_pairs_are_zero_sum() -> None:
 
 
 def test_an_answer_without_another_is_compared_with_itself() -> None:
-    [alone] = scored(judge(polite), "hi 8")
-    assert (alone.score, alone.why) == (0.5, "vs 0:1,0,1,0")
-    same = asyncio.run(with_judges([judge(polite)], [episode("hi 8", 0)]))
-    votes_are_counted(judge(polite), Group(TASK, 0, tuple(same)), same[0])
+    """Also where several siblings say the same: they are one answer. The votes of both sides are in the record."""
+    for texts in (["hi 8"], ["hi 8", "hi 8", "hi 8"]):
+        found = scored(judge(polite), *texts)
+        assert [(v.score, v.why) for v in found] == [(0.5, "vs 0:1,0,1,0")] * len(texts)
+        same = asyncio.run(with_judges([judge(polite)], [episode(x, i) for i, x in enumerate(texts)]))
+        for one in same:
+            votes_are_counted(judge(polite), Group(TASK, 0, tuple(same)), one)
 
 
 def test_what_has_no_verdict_is_failed_and_never_a_low_score() -> None:

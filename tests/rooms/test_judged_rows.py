@@ -203,10 +203,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": [SKY], "chosen": [CALL, SEEN, BLUE], "rejected": [GREEN]},
         "'rejected' is one message, and another completion is a whole conversation",
     ),
-    "a call is the last message": (
-        {"prompt": [SKY], "chosen": [CALLED], "rejected": [GREEN]},
-        "the last message of 'chosen' has 'tool_calls', .* write the call into its content as the model says it",
-    ),
     "a call without a name": (
         {"prompt": [SKY, {**CALLED, "tool_calls": [{"name": "look"}]}, SEEN], "chosen": [BLUE], "rejected": [GREEN]},
         "message 2 of 'prompt': a call is an object without a function's name; write",
