@@ -215,7 +215,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.kept:regenerated_candidates",
     what="what was said in place of first wrong steps becomes no candidate",
     harm="hard prompts cost completions and teach nothing",
-    source="pain 22: rows of two lists that are joined after one of them was filtered",
+    source="B10: what is right of hard prompts is rare, and what imitation gains is there",
     needs="regenerate",
 )
 def _(real: Real) -> Real:
