@@ -15,16 +15,23 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
 
 import posttrain
 from posttrain.core import reader
 from posttrain.core.env import Env
 from posttrain.core.gauge import merge
+from posttrain.core.ports import Attempt
 from posttrain.core.rejection import RFT, Regenerate, Rejection
 from posttrain.core.run import Evaluation, Model, Optimizer, Run, Supervised
 from posttrain.core.sampling import Sampling
+from posttrain.core.stop import Stop
+from posttrain.environment.make import environment
 from posttrain.recipe.example import TINY
-from posttrain.role.kept import read
+from posttrain.role.kept import Candidate, read
 
 ENV = Env(name="arithmetic", args={"min_terms": 5, "max_terms": 6, "judge_steps": True}, heldout=100)
 ROUNDS = 4
@@ -85,11 +92,31 @@ def measured(arm: RegenerateArm, folder: Path) -> str:
     if arm.how is not None:
         tried, mended = first["reject/completions"], first["reject/mended"]
         line += f", {tried.mean:.2f} completions a wrong answer, mended {mended.sum:.0f} of {mended.count:.0f}"
-        found = read(folder / "kept" / "reject-asked-0001").candidates
-        anew = {c.prompt for c in found if c.begun is not None and c.reward >= 1}
-        line += f", right steps {first['reject/right_steps'].mean:.2f}, {len(anew)} more prompts covered"
+        anew = [c for c in right_ones(folder) if c.begun is not None]
+        line += f", right steps {first['reject/right_steps'].mean:.2f}, {len({c.prompt for c in anew})} more prompts"
+        line += f" covered, {sound(folder, anew)} of {len(anew)} of them sound"
+    plain = [c for c in right_ones(folder) if c.plain]
+    line += f"; {sound(folder, plain)} of {len(plain)} right samples sound"
     shares = " ".join(f"{g['reject/covered'].mean:.2f}" for g in rounds)
     return f"{line}; covered by round {shares}; accuracy {posttrain.load(folder).accuracy:.3f}"
+
+
+def right_ones(folder: Path) -> list[Candidate]:
+    """What was right in the first round."""
+    return [c for c in read(folder / "kept" / "reject-asked-0001").candidates if c.reward >= 1]
+
+
+def sound(folder: Path, ones: list[Candidate]) -> int:
+    """How many of these have no step that the world calls wrong: two errors may cancel."""
+    world: Any = environment(ENV, reader.run_file(folder).run.seed)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    count = 0
+    for c in ones:
+        ids = np.concatenate([s.ids[s.mask] for s in c.segments])
+        text = "".join(tokenizer.decode(ids, skip_special_tokens=True).split())
+        attempt = Attempt(world.train.task(int(c.prompt.rpartition("-")[2])), (text,), Stop.SAID, int)
+        count += all(j.verdict.score == 1 for j in world.steps(attempt))
+    return count
 
 
 def rows(seeds: list[int], steps: int, folder: Path) -> Iterator[str]:

@@ -97,7 +97,7 @@ class RejectionMethod:
         published = METHODS.get(self.name)
         if published is None or type(self.keep) is not type(published.keep):
             return f"{self.name}+user"
-        return self.name if replace(self, keep=published.keep) == published else f"{self.name}+user"
+        return self.name if replace(published, keep=self.keep) == self else f"{self.name}+user"
 
 
 RFT = RejectionMethod(name="rft", paper="2308.01825", weights="start")

@@ -26,6 +26,7 @@ from posttrain.core.checkpoint import find
 from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.gauge import Step
+from posttrain.core.pieces.keep import Best
 from posttrain.core.ports import Attempt
 from posttrain.core.rejection import RAFT, RFT, Regenerate, Rejection
 from posttrain.core.run import Run
@@ -210,6 +211,8 @@ def test_settings_are_data_and_meaningless_ones_are_refused() -> None:
     assert stage.method.label == "rft+user"
     stage = apply(run, ["method.regenerate=none"]).stages[-1]
     assert isinstance(stage, Rejection) and stage.method.regenerate is None
+    best = replace(RAFT, keep=Best(above=0.0), regenerate=HOW)
+    assert best.label == "raft+user" and replace(best, regenerate=None).label == "raft"
     with pytest.raises(ConfigError, match=r"method\.keep\.above=0"):
         replace(RAFT, regenerate=HOW)
     for change, why in (({"completions": 0}, ">= 1"), ({"separator": ""}, "empty"), ({"at": math.nan}, "finite")):
