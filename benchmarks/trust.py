@@ -50,6 +50,7 @@ from posttrain.checks import (
     preference_online,
     preference_reference,
     ranking,
+    regenerated,
     rejection,
     rejudge,
     resume,
@@ -111,7 +112,7 @@ EVERY_STEP = (
     *(generative.shows_no_verdict, generative.order_is_random, generative.votes_are_counted),
     *(preference_online.tokens_are_as_sampled, preference_online.opponents_play, preference_online.opponent_says),
     *(rejection.kept_was_played, rejection.kept_passes, rejection.kept_once, rejection.imitates_kept),
-    rejection.begins_with_its_weights,
+    *(rejection.begins_with_its_weights, rejection.nothing_is_lost, regenerated.goes_on_from_its_step),
 )
 SECOND_OPINIONS = (
     credit.everyone_is_scored,

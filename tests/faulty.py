@@ -25,7 +25,7 @@ from posttrain.core.ladder import GRPO_PROCESS
 from posttrain.core.placement import Processes
 from posttrain.core.ports import Talk
 from posttrain.core.preference_stage import OnlinePreference, Preference
-from posttrain.core.rejection import STAR, Rejection
+from posttrain.core.rejection import RFT, STAR, Regenerate, Rejection
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
@@ -184,6 +184,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = _judging(run, needs, folder)
     if needs == "process":
         run = _stepwise(run)
+    if needs == "regenerate":
+        run = _regenerating(run)
     if needs in ("preference", "online", "reject"):
         run = replace(run, stages=(_stage(needs, steps),))
     return run
@@ -242,11 +244,27 @@ def _judging(run: Run, needs: str, folder: Path) -> Run:
     return replace(run, model=replace(MODEL, context=64), env=env, stages=(rl,))
 
 
-def _stepwise(run: Run) -> Run:
-    """Chains of two sums, labels of their steps, a process reward model, and RL with it."""
-    cot = Supervised(
+CHAINS = Env(name="arithmetic", args={"min_terms": 3, "max_terms": 3, "max_operand": 4}, heldout=6)
+"""Answers of two steps."""
+
+
+def _chains() -> Supervised:
+    return Supervised(
         name="sft", style="cot", wrong=0.3, steps=18, batch=64, optimizer=Optimizer(lr=1e-2, warmup=2), eval=False
     )
+
+
+def _regenerating(run: Run) -> Run:
+    """Chains of two sums, of which the wrong ones are said anew from their first wrong step."""
+    stage = _stage("reject", run.stages[-1].steps)
+    assert isinstance(stage, Rejection)
+    method = replace(RFT, weights="last", regenerate=Regenerate(separator=";"))
+    stage = replace(stage, method=method, sampling=Sampling(max_tokens=20))
+    return replace(run, model=replace(MODEL, context=64), env=CHAINS, stages=(_chains(), stage))
+
+
+def _stepwise(run: Run) -> Run:
+    """Chains of two sums, labels of their steps, a process reward model, and RL with it."""
     sampling = Sampling(max_tokens=20)
     label = StepLabeling(
         name="label",
@@ -271,12 +289,11 @@ def _stepwise(run: Run) -> Run:
         hands_on=False,
         checkpoint_every=0,
     )
-    args = {"min_terms": 3, "max_terms": 3, "max_operand": 4}
-    env = Env(name="arithmetic", args=args, heldout=6, rewards=(Reward(function="model:stage:rm"),))
+    env = replace(CHAINS, rewards=(Reward(function="model:stage:rm"),))
     rl = run.stages[-1]
     assert isinstance(rl, Reinforce)
     rl = replace(rl, algorithm=GRPO_PROCESS, sampling=sampling, eval=False)
-    return replace(run, model=replace(MODEL, context=64), env=env, stages=(cot, label, rm, rl))
+    return replace(run, model=replace(MODEL, context=64), env=env, stages=(_chains(), label, rm, rl))
 
 
 def search_run(run: Run, folder: Path) -> Path:

@@ -27,6 +27,7 @@ from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
 from posttrain.role.prompts import Prompts
 from posttrain.role.reference_scores import ReferenceScores
+from posttrain.role.regenerate import Regenerator
 from posttrain.role.replay_buffer import ReplayBuffer
 from posttrain.role.rollout import Rollout
 from posttrain.role.steps import StepLabeler, TokenEnds
@@ -183,6 +184,8 @@ class RejectionRoles(DataRoles[Rejection]):
     """The stage's sampling settings, resolved."""
     rollout: Rollout
     prompts: Prompts
+    regenerator: Regenerator | None = None
+    """Says wrong answers anew from their first wrong step, where the method asks for it."""
     reference: Reference | None = None
     """None: nothing here compares with one. Checks of sampling stages ask for it."""
     other_environments: tuple[Environment, ...] = ()
