@@ -215,7 +215,7 @@ def _line(r: AblationRow, wide: int) -> str:
         _number(r.unsolved, "+.3f"),
         f"{r.tokens}",
     )
-    return f"{r.name:<{wide}}" + "".join(f"{c:>{w}}" for c, w in zip(cells, _WIDTHS, strict=True))
+    return f"{r.name:<{wide}}" + "".join(f" {c:>{w - 1}}" for c, w in zip(cells, _WIDTHS, strict=True))
 
 
 def _number(x: float, how: str) -> str:

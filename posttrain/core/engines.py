@@ -142,3 +142,21 @@ def engine_refusals(
 def _positive(name: str, value: float) -> None:
     if not value > 0:
         raise ConfigError(f"engine.{name}={value}: must be > 0")
+
+
+def pause_refusals(stage: str, engine: Engine, local: bool, deterministic: bool) -> Iterator[str]:
+    """Why turns of a stage cannot stop while the learner computes (`unfinished=pause`), with what to change.
+
+    Args:
+        local: whether the engine computes in the learner's process.
+    """
+    what = f"{stage}.unfinished=pause stops turns while the learner computes"
+    if not (local and isinstance(engine, Embedded)):
+        yield f"{what}, and this engine goes on meanwhile by itself: set {stage}.unfinished=go_on"
+    elif deterministic:
+        yield f"{what}, and with deterministic=true every group ends before new weights come: leave one of them out"
+    elif engine.update == "drain":
+        yield (
+            f"{what}, and with engine.update=drain new weights wait until these turns have ended: set"
+            " engine.update=inflight"
+        )

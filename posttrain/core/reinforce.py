@@ -49,10 +49,12 @@ class Reinforce(Stage):
     """By how many steps samples may be older than the weights that learn from them. 0: samples are played, then learned
     from, in turn. 1: the samples of the next step are played meanwhile. The learner waits rather than exceed it, and
     nothing that was played is thrown away for its age."""
-    unfinished: Literal["go_on", "ask_again"] = "go_on"
-    """With staleness: what happens to groups that have not ended when new weights come. go_on: as `engine.update` says.
-    ask_again: they are given up and asked again under the new weights; that keeps samples fresh, costs what was
-    sampled, and favours short answers."""
+    unfinished: Literal["go_on", "pause", "ask_again"] = "go_on"
+    """With staleness: what happens to groups that have not ended when a step has its samples and new weights come.
+    go_on: turns are said to their end before the learner computes, and what waits for a tool goes on as `engine.update`
+    says. pause: turns stop where they are while the learner computes, and go on under the new weights. ask_again: they
+    are given up and asked again under the new weights; that keeps samples fresh, costs what was sampled, and favours
+    short answers."""
     replay: Replay | None = None
     """Learn again from groups of earlier steps (`rl.replay.size=64`). None: each group is learned from once."""
     sync_every: int | None = None
@@ -76,10 +78,10 @@ class Reinforce(Stage):
             )
         if self.staleness < 0:
             raise ConfigError(f"{self.name}.staleness={self.staleness}: must be >= 0 (0: no sample is older)")
-        if self.unfinished == "ask_again" and not self.staleness:
+        if self.unfinished != "go_on" and not self.staleness:
             raise ConfigError(
-                f"{self.name}.unfinished=ask_again: with staleness=0 every group has ended when new weights come. Set"
-                f" {self.name}.staleness, or leave it out"
+                f"{self.name}.unfinished={self.unfinished}: with staleness=0 every group has ended when new weights"
+                f" come. Set {self.name}.staleness, or leave it out"
             )
         self._check_sync()
         if self.oversample < 0:

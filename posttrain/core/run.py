@@ -11,7 +11,7 @@ from typing import Literal
 
 from posttrain.core.adapter import Lora, check_frozen, check_served_elsewhere, refuse_dora
 from posttrain.core.device import check_device
-from posttrain.core.engines import Embedded, Engine, KernelChoice, engine_refusals
+from posttrain.core.engines import Embedded, Engine, KernelChoice, engine_refusals, pause_refusals
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.placement import Local, Placement, placement_refusals
@@ -235,6 +235,9 @@ class Run:
             raise ConfigError(why)
         if why := placement_refusals(self.placement, self.engine):
             raise ConfigError(why)
+        for stage in [s.name for s in self.stages if isinstance(s, Reinforce) and s.unfinished == "pause"]:
+            for why in pause_refusals(stage, self.engine, isinstance(self.placement, Local), self.deterministic):
+                raise ConfigError(why)
         if not isinstance(self.engine, Embedded):
             check_served_elsewhere(self.model.lora, self.model.quantize)
         if self.model.path is None:

@@ -68,9 +68,13 @@ def sides(
 
 
 def _text(place: Place, name: str, value: str) -> str:
+    return without_halves(place, name, _some(place, name, value))
+
+
+def _some(place: Place, name: str, value: str) -> str:
     if not value.strip():
         raise DataError(f"{place}: {name!r} is empty; a completion has at least one character that is no space")
-    return without_halves(place, name, value)
+    return value
 
 
 # --- whole texts ------------------------------------------------------------------------------------------------------
@@ -116,7 +120,7 @@ def _talks(
 ) -> Sides:
     """Completions that are messages or whole conversations."""
     found = [(name, *_ended(place, name, value)) for name, value in completions]
-    texts = tuple(_text(place, name, text) for name, _, text in found)
+    texts = tuple(_some(place, name, text) for name, _, text in found)
     began = [(name, before) for name, before, _ in found if before]
     if not began:
         if prompt is None:

@@ -17,6 +17,7 @@ from posttrain.environment.said_calls import MARK, kept
 from posttrain.role.demonstrate import demonstration
 from posttrain.verifier.calling.parse import ToolCall, parse
 from tests.rooms.test_judged_rows import LOOK, SKY, env, pair, segments
+from tests.rooms.test_shown_tools import env as shown
 
 USER = [Message(role="user", content="Weather?")]
 OSLO: dict[str, Any] = {"type": "function", "function": {"name": "look_up", "arguments": {"city": "Oslo"}}}
@@ -90,7 +91,7 @@ def test_a_call_as_an_object_may_be_what_was_judged(tmp_path: Path) -> None:
 def test_a_call_as_an_object_may_be_imitated(tmp_path: Path, form: str) -> None:
     said = called({"at": "sky"})
     row = {"messages": [SKY, said]} if form == "messages" else {"prompt": [SKY], "completion": [said]}
-    made = env(tmp_path, [{**row, "tools": [LOOK]}])
+    made = shown(tmp_path, [{**row, "tools": [LOOK]}])
     task = made.train.task(0)
     found = demonstration(renderer(FAMILIES["qwen2.5"]), task, task.prompt, made.completion(task) or "", 4096)
     text = renderer(FAMILIES["qwen2.5"]).decode(found.ids[int(np.argmax(found.mask)) :])

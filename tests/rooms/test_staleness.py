@@ -15,12 +15,15 @@ from posttrain.controller.interrupt import Interrupted
 from posttrain.controller.stages.reinforce import ReinforceDriver
 from posttrain.core import reader
 from posttrain.core.algorithm import patch
+from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
 from posttrain.core.ladder import DAPO, DECOUPLED, DR_GRPO, GRPO
+from posttrain.core.placement import Processes
 from posttrain.core.replay import Replay
 from posttrain.core.run import Embedded, Reinforce, Run
+from posttrain.core.sampling import Sampling
 from tests.late import Late, episodes_of, late_run, nothing_lost_or_doubled, rl_steps, through_the_queue
 from tests.prove.test_kill_sweep import digest
 from tests.tiny import tiny_run
@@ -31,6 +34,13 @@ FILTERED = patch(DAPO, "filtered", "-", shape=())
 def played(run: Run, folder: Path) -> Path:
     main.run(run, out=folder, quiet=True)
     return folder
+
+
+def leaving(run: Run, unfinished: Any, **of: Any) -> Run:
+    """The run, whose last stage leaves unfinished groups so."""
+    *before, last = run.stages
+    assert isinstance(last, Reinforce)
+    return replace(run, stages=(*before, replace(last, unfinished=unfinished)), **of)
 
 
 LONG = pytest.mark.prove
@@ -92,15 +102,17 @@ def test_cut_and_resumed_is_never_cut(
 
 
 @LONG
-@pytest.mark.parametrize(("update", "unfinished"), [("drain", "go_on"), ("inflight", "go_on"), ("drain", "ask_again")])
+@pytest.mark.parametrize(
+    ("update", "unfinished"),
+    [("drain", "go_on"), ("inflight", "go_on"), ("inflight", "pause"), ("stale", "pause"), ("drain", "ask_again")],
+)
 def test_a_free_run_loses_and_doubles_nothing(
     update: Any, unfinished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut twice on its way: every prompt is learned from once, in the order of the file, no token older than 2."""
     if unfinished == "ask_again":
         monkeypatch.setattr(Late, "slowest", 0.15)
-    run = late_run(2, deterministic=False, steps=8, unfinished=unfinished)
-    run = replace(run, engine=Embedded(update=update))
+    run = leaving(late_run(2, deterministic=False, steps=8), unfinished, engine=Embedded(update=update))
     remember = ReinforceDriver.remember
     cuts = {3, 6}
 
@@ -217,11 +229,40 @@ def test_what_checks_sample_is_not_counted_as_a_step_s(tmp_path: Path) -> None:
     assert all(s.gauges["engine/tokens"].count <= 2 * 16 for s in own), "16 episodes of two turns"
 
 
+@pytest.mark.parametrize("unfinished", ["go_on", "pause"])
+def test_paused_turns_become_partial_rollouts_without_any_tool(unfinished: Any, tmp_path: Path) -> None:
+    """Answers of a policy that was never taught have all lengths, and the engine has fewer slots than are asked."""
+    run = tiny_run(staleness=2, sampling=Sampling(max_tokens=40), steps=6, checkpoint_every=0)
+    run = leaving(replace(run, stages=run.stages[-1:], slots=8), unfinished, engine=Embedded(update="inflight"))
+    folder = played(run, tmp_path / "run")
+    segments = [s for row in reader.episode_files(folder) for e in episodes_of(row) for s in e.episode.segments]
+    several = [s for s in segments if len({*s.version[s.mask].tolist()}) > 1]
+    assert bool(several) == (unfinished == "pause"), "a turn without a tool is said to its end, or it is paused"
+    assert all((np.diff(s.version[s.mask]) >= 0).all() for s in several)
+    assert all(s.gauges["rollout/most_behind"].sum <= 2 for s in rl_steps(folder))
+    nothing_lost_or_doubled(folder, run)
+
+
+@pytest.mark.parametrize(
+    ("of", "word"),
+    [
+        ({"engine": Embedded()}, "with engine.update=drain new weights wait"),
+        ({"engine": Embedded(update="inflight"), "deterministic": True}, "leave one of them out"),
+        ({"engine": VLLM()}, "this engine goes on meanwhile by itself: set rl.unfinished=go_on"),
+        ({"engine": Embedded(update="inflight"), "placement": Processes()}, "goes on meanwhile by itself"),
+    ],
+)
+def test_turns_that_cannot_be_paused_are_refused(of: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        leaving(tiny_run(staleness=1), "pause", **{"engine": Embedded(update="inflight")} | of)
+
+
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
         ({"staleness": -1}, "must be >= 0"),
         ({"unfinished": "ask_again"}, "staleness=0"),
+        ({"unfinished": "pause"}, "unfinished=pause: with staleness=0"),
         ({"minibatches": 2, "sync_every": 3}, "use a multiple of 2"),
         ({"sync_every": 2, "eval_every": 3}, "eval_every=3"),
         ({"sync_every": 2, "checkpoint_every": 3}, "checkpoint_every=3"),

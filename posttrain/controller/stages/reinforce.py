@@ -12,6 +12,7 @@ import numpy as np
 
 from posttrain.algorithm.losses import Reads
 from posttrain.algorithm.steer import AdaptiveState
+from posttrain.controller.parts import nothing_waits
 from posttrain.controller.stages.driver import Driver, keep
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.stages.role_parts import stage_parts
@@ -169,7 +170,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             run.deterministic,
             stage.unfinished == "ask_again",
             versions,
-            self.parts.idle,
+            nothing_waits if stage.unfinished == "pause" else self.parts.idle,
             state.walked,
         )
 
