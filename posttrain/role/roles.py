@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from posttrain.algorithm.steer import AdaptiveState
+from posttrain.core import seeds
 from posttrain.core.book import Book
 from posttrain.core.ports import Dialogue, Environment, Learner, PairRenderer, Reference, TaskSource
 from posttrain.core.preference_stage import OnlinePreference, Preference
@@ -26,6 +27,7 @@ from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
 from posttrain.role.prompts import Prompts
 from posttrain.role.reference_scores import ReferenceScores
+from posttrain.role.regenerate import Regenerator
 from posttrain.role.replay_buffer import ReplayBuffer
 from posttrain.role.rollout import Rollout
 from posttrain.role.steps import StepLabeler, TokenEnds
@@ -164,9 +166,14 @@ class OnlineRoles(StageRoles[OnlinePreference]):
     prompts: Prompts
     reference: Reference | None
     opponent: Opponent | None = None
-    """Who says the second completion of each prompt; None: the policy itself."""
+    """Who says the completions of `stage.opposed`; None: the policy itself."""
     other_environments: tuple[Environment, ...] = ()
     """Other environments on which the run or a later stage is evaluated."""
+
+    @property
+    def place(self) -> int:
+        """By which the completions are drawn that are kept for pairs."""
+        return seeds.key(self.run.seed, "pairs", self.stage.name)
 
 
 @dataclass(kw_only=True)
@@ -177,6 +184,8 @@ class RejectionRoles(DataRoles[Rejection]):
     """The stage's sampling settings, resolved."""
     rollout: Rollout
     prompts: Prompts
+    regenerator: Regenerator | None = None
+    """Says wrong answers anew from their first wrong step, where the method asks for it."""
     reference: Reference | None = None
     """None: nothing here compares with one. Checks of sampling stages ask for it."""
     other_environments: tuple[Environment, ...] = ()
