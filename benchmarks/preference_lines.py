@@ -216,7 +216,7 @@ def cell(rows: Sequence[LineRow], what: str) -> str:
     if not rows:
         return "-"
     found = score(rows, what)
-    return f"{found.mean:.3f} (>= {found.low:.3f})" + ("" if found.low > 0.5 else " **no**")
+    return f"{found.mean:.3f} ({found.low:.3f})" + ("" if found.low > 0.5 else " **no**")
 
 
 def failed(rows: Sequence[LineRow]) -> bool:

@@ -27,6 +27,7 @@ from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
 from posttrain.role.prompts import Prompts
 from posttrain.role.reference_scores import ReferenceScores
+from posttrain.role.regenerate import Regenerator
 from posttrain.role.replay_buffer import ReplayBuffer
 from posttrain.role.rollout import Rollout
 from posttrain.role.steps import StepLabeler, TokenEnds
@@ -50,6 +51,19 @@ class RoleCosts:
     """The same of the whole stage."""
     _open: list[float] = field(default_factory=list[float])
     """What the roles that are not over had in use before a role within them began."""
+    _now: tuple[tuple[str, float], ...] = ()
+    """(role, when it began) of the roles that are not over, the innermost last."""
+
+    @property
+    def now(self) -> tuple[str, float] | None:
+        """The innermost role that is not over, and the seconds since it began; None between roles. It may be asked from
+        any thread."""
+        open_now = self._now
+        return (open_now[-1][0], time.perf_counter() - open_now[-1][1]) if open_now else None
+
+    def spent(self, role: str) -> float:
+        """Seconds of a role so far, of the whole stage. It may be asked from any thread."""
+        return self.total.get(role, 0.0) + sum(time.perf_counter() - since for name, since in self._now if name == role)
 
     @contextmanager
     def of(self, role: str) -> Iterator[None]:
@@ -58,9 +72,11 @@ class RoleCosts:
         self._open.append(0.0)
         self.peak.reset()
         begun = time.perf_counter()
+        self._now = (*self._now, (role, begun))
         try:
             yield
         finally:
+            self._now = self._now[:-1]
             spent = time.perf_counter() - begun
             self.seconds[role] = self.seconds.get(role, 0.0) + spent
             self.total[role] = self.total.get(role, 0.0) + spent
@@ -168,6 +184,8 @@ class RejectionRoles(DataRoles[Rejection]):
     """The stage's sampling settings, resolved."""
     rollout: Rollout
     prompts: Prompts
+    regenerator: Regenerator | None = None
+    """Says wrong answers anew from their first wrong step, where the method asks for it."""
     reference: Reference | None = None
     """None: nothing here compares with one. Checks of sampling stages ask for it."""
     other_environments: tuple[Environment, ...] = ()
