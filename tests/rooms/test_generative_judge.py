@@ -19,6 +19,7 @@ from posttrain.api.generative_judges import generative_judge
 from posttrain.api.meta_rows import JudgedTask, asked, meta_rows
 from posttrain.api.reward_models import reward_member
 from posttrain.api.reward_paths import check_reward_models
+from posttrain.api.searched import evaluate_searches
 from posttrain.checks.generative import votes_are_counted
 from posttrain.core import reader
 from posttrain.core.abilities import Judging
@@ -247,6 +248,11 @@ def test_a_run_is_paid_by_a_judge(tmp_path: Path, capsys: pytest.CaptureFixture[
     posttrain.run(run, out=tmp_path / "again", quiet=True)
     again = [e.episode for e in reader.episodes(tmp_path / "again", "rl", 1)]
     assert [e.verdicts for e in again] == [e.verdicts for e in found]
+    words = ("search=best_of.count=3", "search=vote.count=2,weighted=true,answer=line")
+    searched = evaluate_searches(tmp_path / "run", *words, quiet=True)
+    assert len(searched.points) == 3 and "judge taught compares each answer" in searched.scored_by
+    with pytest.raises(ConfigError, match=r"search=beam.*goes on from the best steps, and judge:.*whole answers"):
+        evaluate_searches(tmp_path / "run", "search=beam", quiet=True)
 
 
 @pytest.mark.prove
