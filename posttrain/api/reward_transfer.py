@@ -18,6 +18,7 @@ from posttrain.api.reward_report import asked_run, loaded_policy
 from posttrain.core import abilities
 from posttrain.core.errors import ConfigError
 from posttrain.core.interval import Score
+from posttrain.core.ports import Learner, PairRenderer
 from posttrain.core.types import Episode, Group
 
 SAMPLES = 8
@@ -82,52 +83,54 @@ def transfer(
     from posttrain.engine.learner import HFLearner
     from posttrain.environment.make import environment
     from posttrain.environment.render import Renderer
-    from posttrain.role.ranked import agreement, scored_answers
 
     run = asked_run(target, overrides, trust)
     env = replace(run.env, rewards=(), measured=False) if run.env.has_reward_models else run.env
-    said = [
-        main.evaluate(
-            policy,
-            f"seed={run.seed}",
-            env=env,
-            samples=samples,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            quiet=True,
-            trust=trust,
-        )
-        for policy in policies
-    ]
+    how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "quiet": True, "trust": trust}
+    said = [main.evaluate(p, f"seed={run.seed}", env=env, samples=samples, **how) for p in policies]
     reward = loaded_policy(target, run, checkpoint, trust)
     tokenizer: Any = reward.tokenizer
     learner, renderer = HFLearner(reward), Renderer(tokenizer, reward.stop_ids, reward.context)
-    out: list[TransferReport] = []
     with closing(environment(env, run.seed)) as world:
         worth = _truth(world)
-        for policy, report in zip(policies, said, strict=True):
-            kept = [_readable(g, worth) for g in report.groups]
-            found = scored_answers(kept, worth, learner, renderer, reward.context)
-            ordered = agreement(found.score, found.worth, found.unit)
-            longer = agreement(found.tokens, found.worth, found.unit)
-            if ordered is None or longer is None:
-                raise ConfigError(
-                    f"{policy}: no two of its answers to a prompt are worth different things, so nothing can be"
-                    " ordered. Sample more (--samples), or at a higher --temperature"
-                )
-            each = [float(np.mean(found.worth[found.unit == u])) for u in np.unique(found.unit)]
-            scored, asked = len(found.score), sum(len(g.episodes) for g in report.groups)
-            out.append(
-                TransferReport(
-                    policy=str(policy),
-                    agreement=ordered.accuracy,
-                    longer=longer.accuracy,
-                    worth=Score.of(each, min(0.0, *each), max(1.0, *each)),
-                    answers=scored,
-                    left_out=asked - scored,
-                )
-            )
-    return out
+        return [
+            _of_policy(str(policy), report.groups, worth, learner, renderer, reward.context)
+            for policy, report in zip(policies, said, strict=True)
+        ]
+
+
+def _of_policy(
+    policy: str,
+    groups: Sequence[Group],
+    worth: Callable[[Episode], float | None],
+    learner: Learner,
+    renderer: PairRenderer,
+    context: int,
+) -> TransferReport:
+    """The report on the answers of one policy.
+
+    Raises:
+        ConfigError: no two answers to a prompt differ in worth.
+    """
+    from posttrain.role.ranked import agreement, scored_answers
+
+    found = scored_answers([_readable(g, worth) for g in groups], worth, learner, renderer, context)
+    ordered = agreement(found.score, found.worth, found.unit)
+    longer = agreement(found.tokens, found.worth, found.unit)
+    if ordered is None or longer is None:
+        raise ConfigError(
+            f"{policy}: no two of its answers to a prompt are worth different things, so nothing can be ordered. Sample"
+            " more (--samples), or at a higher --temperature"
+        )
+    each = [float(np.mean(found.worth[found.unit == u])) for u in np.unique(found.unit)]
+    return TransferReport(
+        policy=policy,
+        agreement=ordered.accuracy,
+        longer=longer.accuracy,
+        worth=Score.of(each, min(0.0, *each), max(1.0, *each)),
+        answers=len(found.score),
+        left_out=sum(len(g.episodes) for g in groups) - len(found.score),
+    )
 
 
 def _truth(world: Any) -> Callable[[Episode], float | None]:
