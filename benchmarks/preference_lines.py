@@ -277,9 +277,6 @@ def page(rows: Sequence[LineRow]) -> str:
     ]
     lines += ["", "Looked into afterwards:", ""]
     lines += [f"- `{name.replace(', ', '`, `')}`: {said}." for name, said in FOUND.items()]
-    lines += [
-        "- Equal to the last digit: `slic` and `rso`, which differ in how pairs are drawn, and here they are given."
-    ]
     made = {(r.line, r.seed, r.noise) for r in rows}
     if missing := [x for x in every(PREFERENCES, SEEDS, NOISES) if x not in made]:
         of = f"{len(missing)} of {len(missing) + len(made)} runs"

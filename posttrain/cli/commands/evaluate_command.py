@@ -22,6 +22,7 @@ def add(sub: Subparsers) -> None:
         "posttrain eval runs/mine --checkpoint best --samples 16\n"
         "  posttrain eval my-model env=arithmetic env.args.terms=4\n"
         "  posttrain eval my-reward-model env.prompts=pairs.jsonl\n"
+        "  posttrain eval my-reward-model env=replies --answers runs/mine --answers my-model\n"
         "  posttrain eval runs/prm search=best_of.count=4,8 search=beam.width=4 search=vote\n"
         "  posttrain eval http://127.0.0.1:8000/v1 env=arithmetic --tokenizer my-model --key-env MY_KEY",
     )
@@ -41,6 +42,14 @@ def add(sub: Subparsers) -> None:
     p.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
     p.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
     p.add_argument("--ema", action="store_true", help="of a run with optimizer.ema: the moving average of the weights")
+    p.add_argument(
+        "--answers",
+        action="append",
+        default=[],
+        metavar="POLICY",
+        help="of a reward model: score what this policy (a run or a model) answers to the held-out prompts, and "
+        "compare with what the environment knows or verifies; may be repeated",
+    )
     add_trust(p)
     _add_search(p)
     at = p.add_argument_group("at an address (slots=N: requests at once)")
@@ -75,7 +84,13 @@ def _add_search(p: ArgumentParser) -> None:
 def _search(o: Namespace) -> int:
     from posttrain.api.searched import evaluate_searches
 
-    away = {"--model": o.model, "--key-env": o.key_env, "--tokenizer": o.tokenizer, "--dialect": o.dialect}
+    away = {
+        "--answers": o.answers,
+        "--model": o.model,
+        "--key-env": o.key_env,
+        "--tokenizer": o.tokenizer,
+        "--dialect": o.dialect,
+    }
     if strange := [name for name, value in (away | {"--ema": o.ema}).items() if value]:
         raise ConfigError(f"{strange[0]} does not go with search=...: leave one of them out")
     evaluate_searches(
@@ -101,16 +116,14 @@ def evaluate(o: Namespace) -> int:
         raise ConfigError("--out and --allow-fault are for searches: add search=best_of, say, or leave them out")
     from posttrain.api import main
     from posttrain.api.endpoint import EndpointOptions, is_url
-    from posttrain.api.reward_report import evaluate_reward_model, is_reward_model
+    from posttrain.api.reward_report import is_reward_model
 
     if not is_url(o.target) and is_reward_model(o.target, o.checkpoint):
-        given = {"--samples": o.samples, "--max-tokens": o.max_tokens, "--temperature": o.temperature, "--ema": o.ema}
-        if strange := [name for name, value in given.items() if value]:
-            raise ConfigError(f"{o.target} is a reward model, and nothing is sampled from it: leave {strange[0]} out")
-        report = evaluate_reward_model(o.target, *o.overrides, checkpoint=o.checkpoint, trust=o.trust)
-        for line in report.lines():
+        for line in _of_reward_model(o):
             tell(line)
         return 0
+    if o.answers:
+        raise ConfigError(f"--answers is about a reward model, and {o.target} is none: leave it out")
     remote = EndpointOptions(model=o.model, key_env=o.key_env, tokenizer=o.tokenizer, api=o.api, dialect=o.dialect)
     how = {
         "samples": o.samples,
@@ -122,3 +135,23 @@ def evaluate(o: Namespace) -> int:
     }
     main.evaluate(o.target, *o.overrides, **how, remote=remote)
     return 0
+
+
+def _of_reward_model(o: Namespace) -> list[str]:
+    """How it orders judged completions, or what policies answer."""
+    from posttrain.api.reward_report import evaluate_reward_model
+    from posttrain.api.reward_transfer import transfer
+
+    given = {"--samples": o.samples, "--max-tokens": o.max_tokens, "--temperature": o.temperature}
+    if o.ema:
+        raise ConfigError(f"{o.target} is a reward model, which has no average of its weights: leave --ema out")
+    if o.answers:
+        how = {"samples": o.samples, "max_tokens": o.max_tokens, "temperature": o.temperature}
+        found = transfer(o.target, o.answers, *o.overrides, checkpoint=o.checkpoint, trust=o.trust, **how)
+        return [line for report in found for line in report.lines()]
+    if strange := [name for name, value in given.items() if value]:
+        raise ConfigError(
+            f"{o.target} is a reward model, and nothing is sampled from it: leave {strange[0]} out, or name a policy"
+            " whose answers are scored (--answers)"
+        )
+    return evaluate_reward_model(o.target, *o.overrides, checkpoint=o.checkpoint, trust=o.trust).lines()
