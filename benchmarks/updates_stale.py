@@ -88,6 +88,6 @@ LEARNED: tuple[str, ...] = (
     "**Without a clip the updates of a batch are what breaks.** `m2po` and `aipo` end at .28 and .23, below the start."
     " With one update a batch at the same staleness `m2po` ended at .56.",
     "`vcpo` ends at .84 with .86 of the learning rate, above all that bound tokens, as it does in both studies before.",
-    "`v_trace` falls to .01: its values know nothing when they are first used, and each is used four times.",
+    "`v_trace` falls to .01: its values know nothing when they are first used.",
 )
 """What the runs showed, in words."""

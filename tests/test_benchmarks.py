@@ -238,14 +238,16 @@ def test_rows_are_added_and_void_ones_are_known(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.prove
-def test_interrupted_answers_span_versions_where_weights_do_not_wait(tmp_path: Path) -> None:
-    """Through the processes in which runs are made at once."""
-    work = [(arm, 0) for arm in ("skipped forward", "partial rollouts")]
-    model = faulty.start(tmp_path / "policy")
-    (tmp_path / "start-0").symlink_to(model)
-    small = {"steps": 6, "prompts": 2, "siblings": 2}
-    rows = asynchrony_arms.accuracies_of(work, tmp_path, tmp_path, 2, **small)
-    mixed = {r.arm: r.mixed for r in rows}
+def test_interrupted_answers_span_versions_where_weights_do_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This policy answers with the sum alone, so each token is a piece here."""
+    monkeypatch.setattr(asynchrony_arms, "PIECE", 1)
+    model, small = faulty.start(tmp_path / "policy"), {"steps": 6, "prompts": 2, "siblings": 4}
+    mixed = {
+        arm: asynchrony_arms.accuracy_of(arm, 0, tmp_path, model, **small).mixed
+        for arm in ("skipped forward", "partial rollouts")
+    }
     assert mixed["skipped forward"] == 0 and mixed["partial rollouts"] > 0
 
 
