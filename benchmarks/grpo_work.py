@@ -60,6 +60,8 @@ class Job:
     threads: int
     share: bool = True
     """`model.share_prefixes`; of our side alone."""
+    rank: int = 0
+    """Of an adapter that trains in place of all weights; 0: none. Of our side alone."""
 
     @property
     def cap(self) -> int:

@@ -86,6 +86,7 @@ class Ours(Side):
     @cached_property
     def parts(self) -> Any:
         from posttrain.algorithm.losses import Likelihood
+        from posttrain.core.adapter import Lora
         from posttrain.core.batch import Batch
         from posttrain.core.run import Model, Reinforce
         from posttrain.core.sampling import Sampling
@@ -104,7 +105,8 @@ class Ours(Side):
             segments.append(Segment(ids, mask, blank, np.where(mask, 0, -1).astype(np.int32), Sampling()))
         said = [s.spoken for s in segments]
         batch = Batch.of(segments, streams={WEIGHT: np.repeat(self.work.advantage_S, said) / self.work.spoken})
-        model = Model(path=self.job.checkpoint, share_prefixes=self.job.share)
+        lora = Lora(rank=self.job.rank) if self.job.rank else None
+        model = Model(path=self.job.checkpoint, share_prefixes=self.job.share, lora=lora)
         learner = HFLearner(load_policy(model, None, 0))
         optimizer = StageOptimizer(learner.parameters(), Optimizer(lr=LR, warmup=0, clip=CLIP))
         return Trainer(learner, optimizer, Reinforce(name="rl").micro_tokens), batch, Likelihood()

@@ -216,7 +216,7 @@ def cell(rows: Sequence[LineRow], what: str) -> str:
     if not rows:
         return "-"
     found = score(rows, what)
-    return f"{found.mean:.3f} (>= {found.low:.3f})" + ("" if found.low > 0.5 else " **no**")
+    return f"{found.mean:.3f} ({found.low:.3f})" + ("" if found.low > 0.5 else " **no**")
 
 
 def failed(rows: Sequence[LineRow]) -> bool:
@@ -277,9 +277,6 @@ def page(rows: Sequence[LineRow]) -> str:
     ]
     lines += ["", "Looked into afterwards:", ""]
     lines += [f"- `{name.replace(', ', '`, `')}`: {said}." for name, said in FOUND.items()]
-    lines += [
-        "- Equal to the last digit: `slic` and `rso`, which differ in how pairs are drawn, and here they are given."
-    ]
     made = {(r.line, r.seed, r.noise) for r in rows}
     if missing := [x for x in every(PREFERENCES, SEEDS, NOISES) if x not in made]:
         of = f"{len(missing)} of {len(missing) + len(made)} runs"

@@ -69,5 +69,9 @@ FOUND: Mapping[str, str] = {
         " to -11.3, rejected -6.8 to -13.0). Seed 0 with a likelihood of weight 1: win rate .621; at a fifth of the"
         " learning rate .570"
     ),
+    "rso": (
+        "it draws its own pairs, 64 completions for each of 32 prompts a step, and was not run. On given pairs it is"
+        " `slic`"
+    ),
 }
 """What was looked into after the runs, of lines that came otherwise than predicted; names with commas."""

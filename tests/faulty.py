@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.api.searched import evaluate_searches
 from posttrain.core import reader
 from posttrain.core.asker import asker
 from posttrain.core.env import Reward
@@ -45,16 +46,20 @@ BOUND = 2
 """By how many steps samples may be older in runs of faults between asking and learning."""
 AHEAD = ("ahead", "ahead_resume")
 RESUMED = ("resume", "ahead_resume")
-IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", *AHEAD)
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", *AHEAD)
 """What faults need that are planted into a reinforcement stage, or before its first step."""
 
 
 def acts_ahead(fault: Fault, deterministic: bool) -> bool:
-    """Whether a fault can act in a run of reinforcement whose groups are asked ahead. A model with a recurrent state
-    cannot be `deterministic`."""
-    if fault.needs not in IN_REINFORCEMENT or fault.name == "groups_interleaved":
+    """Whether a fault can act in a run of reinforcement whose groups are asked ahead.
+
+    A queue plays each group alone, and counts itself what was said for it. A model with a recurrent state cannot be
+    `deterministic`. Where a run is, nothing is being said when new weights come, so no turn can be given to an engine
+    of other weights.
+    """
+    if fault.needs not in IN_REINFORCEMENT or fault.name in ("groups_interleaved", "dead_engine_counted_twice"):
         return False
-    return not (deterministic and fault.needs == "state")
+    return not (deterministic and (fault.needs == "state" or fault.name == "router_mixes_versions"))
 
 
 class Twice(Arithmetic):
@@ -291,8 +296,18 @@ def _stepwise(run: Run) -> Run:
     return replace(run, model=replace(MODEL, context=64), env=env, stages=(_chains(), label, rm, rl))
 
 
+def search_run(run: Run, folder: Path) -> Path:
+    """A policy that says chains, and a process reward model of its steps, as a run folder."""
+    made = folder / "searched"
+    if not (made / "run.json").exists():
+        posttrain.run(replace(_stepwise(run), stages=_stepwise(run).stages[:-1]), out=made, quiet=True)
+    return made
+
+
 def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = False, **rl: Any) -> Caught | None:
     """Run it with the fault planted; what caught it first, or None. `rl`: settings of its reinforcement stage."""
+    if fault.needs == "search":
+        return _caught_searching(fault, model, folder)
     run = replace(smallest(fault, model, folder, **rl), deterministic=deterministic)
     out = folder / fault.name
     words = (*fault.shows, f"fault={fault.name}")
@@ -304,6 +319,16 @@ def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = Fals
     except PosttrainError as error:
         return Caught(*detector(error), reached(out, error), str(error))
     return named(out)
+
+
+def _caught_searching(fault: Fault, model: Path, folder: Path) -> Caught | None:
+    """What caught a fault of searches at inference, which take no step."""
+    made = search_run(smallest(None, model, folder), model.parent)
+    try:
+        evaluate_searches(made, *fault.shows, f"fault={fault.name}", quiet=True, allow_fault=True)
+    except PosttrainError as error:
+        return Caught(*detector(error), 0, str(error))
+    return None
 
 
 def reached(out: Path, error: BaseException) -> int:

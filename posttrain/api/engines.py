@@ -23,6 +23,7 @@ from posttrain.engine.embedded.mixture import Mixture
 from posttrain.engine.embedded.speculate import Draft, Lookup
 from posttrain.engine.endpoint import Endpoint, Patience
 from posttrain.engine.models import Policy
+from posttrain.engine.state_kinds import refuse_vllm
 from posttrain.engine.vllm.contract import check
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.server import ROLE, VLLMServer
@@ -179,6 +180,7 @@ def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | No
 
 
 def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
+    refuse_vllm(policy.module.config.to_dict())
     remote = how.server or how.url is not None
     able = replace(limits(policy), sequences=not remote)
     for stage in run.stages:

@@ -13,7 +13,7 @@ from posttrain import faults
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, edit_notes, missing_notes
 from posttrain.api.algorithm_file import check_same, without_algorithm
-from posttrain.api.branch import is_branch, pinned, run_source, was_built
+from posttrain.api.branch import MODEL, is_branch, pinned, run_source, was_built
 from posttrain.api.defaults import for_model, given_paths, room_for_minibatches
 from posttrain.api.environments import check_environment, distinct, own_environments
 from posttrain.api.extend import Extension, check_changes, extension
@@ -34,7 +34,9 @@ from posttrain.core.ports import Environment
 from posttrain.core.reader import folder_of, run_file
 from posttrain.core.run import BUILT_CONTEXT, Run
 from posttrain.core.shell import command_line
-from posttrain.engine.locate import check_source
+from posttrain.engine.folder import read_config
+from posttrain.engine.locate import check_source, locate
+from posttrain.engine.state_kinds import refuse_vllm
 from posttrain.engine.vllm import installed
 from posttrain.environment.make import environment as named_environment
 from posttrain.recipe.recipes import listed
@@ -183,6 +185,7 @@ def check_early(run: Run, own: Path | None = None) -> None:
         own: the folder of a run that goes on. A branch keeps there what it began with.
     """
     check_trackers(run)
+    _check_served_state(run, own)
     check_installed(run)
     check_frozen(run.model.lora, run.model.quantize)
     check_reward_models(run)
@@ -191,6 +194,17 @@ def check_early(run: Run, own: Path | None = None) -> None:
             check_source(path, model)
     if run.model.path is None:
         check_lengths(run, run.model.context or BUILT_CONTEXT)
+
+
+def _check_served_state(run: Run, own: Path | None) -> None:
+    """ConfigError where vLLM is to serve a model with a recurrent state whose weights could not be checked there."""
+    if isinstance(run.engine, Embedded) or run.model.path is None:
+        return
+    source = run_source(run.model.path)
+    kept = own or (None if source is None else source[0])
+    file = (kept / MODEL if kept is not None else Path(locate(run.model.path))) / "config.json"
+    if file.is_file():  # of a hub id nothing is here yet: `engines` asks again before vLLM starts
+        refuse_vllm(read_config(file))
 
 
 def check_installed(run: Run) -> None:

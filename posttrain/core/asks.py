@@ -200,7 +200,7 @@ HARMLESS = frozenset(
         *("RejectionMethod.rationalise", "Regenerate.separator", "Regenerate.by"),
         *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
         *("Processes.transport", "Processes.delta"),
-        *("Embedded.update", "Embedded.timeline", "VLLM.eager"),
+        *("Embedded.update", "Embedded.sleep", "Embedded.timeline", "VLLM.eager"),
         "VLLM.server",  # of the installed package, on this machine alone
     }
 )

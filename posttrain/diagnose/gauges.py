@@ -68,9 +68,10 @@ REGISTRY: dict[str, Definition] = {
     ),
     "rollout/behind_K": Definition("share of tokens that are K steps behind", "share", "any"),
     "rollout/trained_length": Definition(
-        "mean length of the answers that were learned from, over that of all that were asked for the step",
+        "mean length of the answers that got a gradient, over that of all that were asked for the step; without those "
+        "that were learned from again",
         "ratio",
-        "1 without a filter",
+        "1 where none was left out",
     ),
     "reward/SOURCE": Definition(
         "mean raw score a source gave, before its weight and any shaping; what it paid for turns summed",
@@ -158,10 +159,12 @@ REGISTRY: dict[str, Definition] = {
     ),
     "preference/tokens": Definition("judged tokens an optimizer step", "tokens", "steady"),
     "preference/pairs": Definition(
-        "pairs that a step found among its own samples", "1", "near the prompts of a step; 0: nothing is learned"
+        "pairs that a step found among its own samples", "1", "near what a step can give; 0: nothing is learned"
     ),
     "preference/tied": Definition(
-        "share of prompts whose samples were judged alike, up to rounding; they make no pair", "share", "< 0.7"
+        "share of prompts (rso: of pairs) whose samples were judged alike, up to rounding; they make no pair",
+        "share",
+        "< 0.7",
     ),
     "preference/gap": Definition(
         "reward of the chosen sample minus that of the rejected one, over the pairs of a step", "reward", "> 0"

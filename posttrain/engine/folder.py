@@ -49,7 +49,7 @@ def check_layers(folder: Path) -> None:
     """DataError where config.json has more layers than the weights have tensors. Building them would
     take hours and all memory."""
     file = folder / "config.json"
-    config = foreign.parse_object(foreign.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError)
+    config = read_config(file)
     most = _tensors(folder)
     for part in (config, *(v for v in config.values() if isinstance(v, dict))):
         for name, value in part.items():
@@ -66,8 +66,12 @@ def check_layers(folder: Path) -> None:
 
 def check_state(folder: Path) -> None:
     """EngineError where config.json names an architecture with a recurrent state that cannot be trained."""
-    file = folder / "config.json"
-    keeps_state(foreign.parse_object(foreign.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError))
+    keeps_state(read_config(folder / "config.json"))
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """A model's config.json; DataError where it is none."""
+    return foreign.parse_object(foreign.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError)
 
 
 def _tensors(folder: Path) -> float:

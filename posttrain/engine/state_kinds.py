@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.core.errors import EngineError
+from posttrain.core.errors import ConfigError, EngineError
 
 ALWAYS = ("falcon_h1", "falcon_mamba", "kimi_linear", "mamba", "mamba2", "rwkv", "zamba2")
 """Model types of which every model keeps a state, and which are computed sequence by sequence."""
@@ -28,6 +28,15 @@ BY_LAYERS = (
 NOT_SHOWN = ("bailing_hybrid", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "xlstm", "zamba")
 """Model types that keep a state, and of which nobody has shown that a sequence in a batch is what it is alone.
 RecurrentGemma keeps the state of its last sequence on the module."""
+A_LOG = "holds -exp(A_log) in place of A_log"
+IN_VLLM: Mapping[str, str] = {
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "holds the convolutions under other names (short_conv)"),
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), A_LOG),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), A_LOG),
+    "rwkv": "has no such model",
+}
+"""Model types with a state -> why the weights that vLLM computes with cannot be read back as they were sent, by its
+model files of 2026 (vllm/model_executor/models). A push to it would stop the run at the first step."""
 LISTS = ("layer_types", "layers_block_type", "block_types")
 """Config fields that name the kind of each layer."""
 STATES = ("linear", "mamba", "conv", "recurrent", "hybrid", "lstm", "ssm", "rwkv", "delta")
@@ -56,6 +65,17 @@ def keeps_state(config: Mapping[str, Any]) -> bool:
             f" Qwen3, Mistral, Gemma, ...), or one of {', '.join(KNOWN)}"
         )
     return False
+
+
+def refuse_vllm(config: Mapping[str, Any]) -> None:
+    """ConfigError where vLLM is to serve a model of this config.json, and its served weights could not be checked."""
+    kind = str(config.get("model_type", ""))
+    if keeps_state(config) and (why := IN_VLLM.get(kind)):
+        raise ConfigError(
+            f"engine=vllm with {kind}: the model keeps a recurrent state, and vLLM {why}, so the weights that it"
+            " computes with could not be compared with those that are sent. Set engine=embedded, or take a model whose"
+            " layers all attend"
+        )
 
 
 KNOWN = tuple(sorted({*ALWAYS, *BY_LAYERS}))

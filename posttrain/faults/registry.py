@@ -49,7 +49,8 @@ class Fault:
     judge of pairs, and by one that says Yes or No), `process` (labels of steps, a process reward model, reinforcement
     with it), `regenerate` (a stage that says wrong answers anew from their first wrong step), `state` (a model with a
     recurrent state), `ahead` (groups asked ahead of the updates), `ahead_resume` (the same, resumed), `pool` (two
-    engines in processes, one of which is killed)."""
+    engines in processes, one of which is killed), `search` (`posttrain eval` with searches, of a run with a process
+    reward model)."""
 
 
 FAULTS: dict[str, Fault] = {}

@@ -11,17 +11,24 @@ import numpy as np
 import pytest
 import torch
 from engine_parts import segments
+from http_parts import QUICK
+from serve_parts import TOKEN, up
 from torch import Tensor
 
 import posttrain
 from posttrain.core import reader
 from posttrain.core.batch import Packed
-from posttrain.core.errors import EngineError, InvariantError
+from posttrain.core.engines import VLLM
+from posttrain.core.errors import ConfigError, EngineError, InvariantError
 from posttrain.core.run import Model
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Segment
 from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.endpoint import Endpoint
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.state_kinds import KNOWN, keeps_state
+from posttrain.engine.openai import TokenSampler, discover
+from posttrain.engine.state_kinds import IN_VLLM, KNOWN, keeps_state, refuse_vllm
 from posttrain.engine.vocabulary import characters
 from posttrain.faults import planted
 from tests import families
@@ -47,6 +54,7 @@ def learned(learner: HFLearner, batch: Packed) -> tuple[Tensor, dict[str, Tensor
     """Log-probs, and the gradient of a loss that reads them and the entropies."""
     scores = learner.forward(batch, entropy=True, value=False)
     weights = torch.from_numpy(np.sin(batch.target_M.astype(float)))
+    assert scores.entropy is not None
     (scores.logp * weights + 0.3 * scores.entropy).sum().backward()
     gradient = {n: p.grad.clone() for n, p in learner.parameters().items() if p.grad is not None}
     for p in learner.parameters().values():
@@ -125,3 +133,42 @@ def test_a_hybrid_without_a_state_is_packed_as_before() -> None:
 def test_the_embedded_engine_says_what_a_state_costs(tmp_path: Path) -> None:
     engine = EmbeddedEngine(loaded(tmp_path, "mamba2").module, slots=2, context=48)
     assert "a pass over its whole sequence" in engine.describe()
+
+
+@pytest.mark.parametrize("engine", [VLLM(), VLLM(server=True), VLLM(url="http://127.0.0.1:9")])
+def test_vllm_is_refused_by_name_before_anything_is_loaded(engine: VLLM, tmp_path: Path) -> None:
+    """The weights are no weights, vLLM need not be installed, and no folder is made."""
+    folder = written(tmp_path / "model", "lfm2")
+    (folder / "model.safetensors").write_bytes(b"not read")
+    run = replace(only_rl(tiny_run()), model=Model(path=str(folder), context=48), engine=engine)
+    with pytest.raises(ConfigError, match=r"engine=vllm with lfm2: .*recurrent state.*engine=embedded"):
+        posttrain.run(run, out=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_vllm_is_refused_where_its_weights_cannot_be_read_back() -> None:
+    assert set(IN_VLLM) <= set(KNOWN)
+    with pytest.raises(ConfigError, match="engine=vllm with mamba2: .*A_log"):
+        refuse_vllm({"model_type": "mamba2"})
+    refuse_vllm({"model_type": "granitemoehybrid", "layer_types": ["attention", "attention"]})
+    refuse_vllm({"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]})
+
+
+async def test_an_endpoint_says_what_the_learner_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own server answers from a model with a state, with the learner's log-probs."""
+    monkeypatch.setenv("TEST_KEY", TOKEN)
+    folder, prompt = written(tmp_path / "model", "lfm2"), np.array([5, 9, 3, 17, 4], np.int32)
+    async with up(folder) as u, Endpoint(u.url, "rollout", key_env="TEST_KEY", patience=QUICK) as endpoint:
+        sampler = TokenSampler(endpoint, await discover(endpoint))
+        contract = Sampling(max_tokens=9, stop_ids=u.served.renderer.stop_ids)
+        turns = [await sampler.generate(prompt, contract, place) for place in range(4)]
+    said = list[Segment]()
+    for turn in turns:
+        mask = np.arange(len(prompt) + len(turn.ids)) >= len(prompt)
+        logp = np.concatenate([np.full(len(prompt), np.nan, np.float32), turn.logp])
+        said.append(
+            Segment(np.concatenate([prompt, turn.ids]), mask, logp, np.where(mask, 0, -1).astype(np.int32), contract)
+        )
+    assert len({tuple(turn.ids) for turn in turns}) > 1
+    learner = HFLearner(load_policy(Model(path=str(folder), context=48), None, 0))
+    assert np.abs(learner.score(Packed.of(said)) - np.concatenate([turn.logp for turn in turns])).max() < 1e-4
