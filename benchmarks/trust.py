@@ -4,6 +4,7 @@ results/trust.json.
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py            # everything, a few minutes on one core
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --new      # the faults that the last results lack
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --staleness 2   # the faults of RL, with older samples
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --staleness 2 --new   # those that these results lack
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --page     # the page again, from the last results
 
 Every fault of `posttrain.faults` is planted into the smallest run that shows it, for at most 20 steps, and what
@@ -272,21 +273,27 @@ def with_new(folder: Path) -> dict[str, Any]:
     return {**data, "caught": {name: before[name] for name in FAULTS}}
 
 
-def ahead(folder: Path, staleness: int) -> Iterator[dict[str, Any]]:
+def ahead(folder: Path, staleness: int, before: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
     """The faults of reinforcement, planted into runs whose groups are asked `staleness` steps ahead: after the
-    free-running ones, and after all."""
+    free-running ones, and after all. Those that are in `before` are not measured again."""
     begun, model = time.perf_counter(), start(folder / "start")
     out: dict[str, Any] = {"staleness": staleness, "free-running": {}, "deterministic": {}}
     for mode in ("free-running", "deterministic"):
-        whole, caught = mode == "deterministic", out[mode]
+        whole, caught, known = mode == "deterministic", out[mode], (before or {}).get(mode, {})
         for name, fault in FAULTS.items():
             if not acts_ahead(fault, whole):
+                continue
+            if name in known:
+                caught[name] = known[name]
                 continue
             found = catch(fault, model, folder / mode / name, deterministic=whole, staleness=staleness)
             caught[name] = None if found is None else asdict(found)
             told = "NOT CAUGHT" if found is None else f"{found.detector}, step {found.step}"
             print(f"{mode} {name}: {told}", flush=True)
-        yield {**out, "date": time.strftime("%Y-%m-%d"), "seconds": time.perf_counter() - begun}
+        if before is None:
+            yield {**out, "date": time.strftime("%Y-%m-%d"), "seconds": time.perf_counter() - begun}
+    if before is not None:
+        yield before | out
 
 
 def _later(stale: dict[str, Any], mode: str, name: str) -> str:
@@ -359,6 +366,20 @@ def table(rows: list[tuple[str, ...]], *head: str) -> list[str]:
     ]
 
 
+def drawn_of_the_learner(found: dict[str, Any]) -> list[str]:
+    """The runs among them that draw settings of the learner."""
+    drawn = ", ".join(f"{name} {count}" for name, count in found["drawn"].items())
+    again = "; ".join(f"{rule} {count}" for rule, count in sorted(found["redrawn"].items()))
+    return [
+        f"**The same with other learners**: {found['runs'] - found['false_alarms']} of {found['runs']} were not stopped"
+        f" ({found['date']}, `benchmarks/healthy.py --learner`, seed {found['seed']}, {found['steps']} RL steps in"
+        f" all). Such a run has some of these too, by how many have it: {drawn}. Settings that are refused for a stated"
+        f" rule before anything runs were drawn again, {sum(found['redrawn'].values())} times"
+        + (f" ({again})." if again else "."),
+        "",
+    ]
+
+
 def drawn_at_random() -> list[str]:
     """What `benchmarks/healthy.py` measured, in a paragraph."""
     found = json.loads(RESULTS.with_name("healthy.json").read_text())
@@ -369,10 +390,11 @@ def drawn_at_random() -> list[str]:
         f" ({found['date']}, `benchmarks/healthy.py`, seed {found['seed']}, {found['steps']} RL steps in all). A run is"
         " drawn from recipe, algorithm, seed, minibatches, epochs, siblings, temperature, truncations, oversampling,"
         " dtype, architecture, drafts, length of SFT, reward and learning rate. It is healthy by definition: nothing"
-        " is planted, and where it is stopped it must have finite losses with all checks off; no run is drawn again."
-        " Untaught policies and absurd learning rates are among them, so live rules may speak there and be right; how"
-        " often they are wrong is measured on runs of taught policies: [diagnosis.md](diagnosis.md).",
+        " is planted, and where it is stopped it must have finite losses with all checks off; no run is left out for"
+        " how it went. Untaught policies and absurd learning rates are among them, so live rules may speak there and be"
+        " right; how often they are wrong is measured on runs of taught policies: [diagnosis.md](diagnosis.md).",
         "",
+        *drawn_of_the_learner(found["learner"]),
         f"**The same with groups that are asked ahead**: {asked['runs'] - asked['false_alarms']} of {asked['runs']}"
         f" were not stopped ({asked['date']}, `benchmarks/healthy.py --ahead`, seed {asked['seed']}, {asked['steps']}"
         " RL steps in all). Besides the above each has `staleness` 1, 2 or 4, is free-running or deterministic, drains"
@@ -535,8 +557,9 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, help=f"ask so many steps ahead, and plant again (page: {BOUND})")
     asked = parser.parse_args()
     if asked.staleness is not None:
+        before = json.loads(AHEAD.read_text()) if asked.new else None
         with tempfile.TemporaryDirectory() as folder:
-            for found in ahead(Path(folder), asked.staleness):
+            for found in ahead(Path(folder), asked.staleness, before):
                 AHEAD.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     elif asked.new:
         with tempfile.TemporaryDirectory() as folder:
