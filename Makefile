@@ -66,8 +66,8 @@ parity: $(VENV)/bench.stamp
 docs: $(DOCS_VENV)/docs.stamp
 	$(DOCS_VENV)/bin/python -m scripts.site
 
-# Builds it, follows every link, and opens the pages in Chromium with every other host refused: some that POSTTRAIN_SEED
-# draws, or with POSTTRAIN_DOCS=all every one.
+# Builds it with the network cut, follows every link, and opens the pages in Chromium with every other host refused: some
+# that POSTTRAIN_SEED draws, or with POSTTRAIN_DOCS=all every one. POSTTRAIN_PICTURES=DIR keeps a picture of each.
 test-docs: $(DOCS_VENV)/docs.stamp
 	@sh scripts/system-packages.sh chromium
 	$(DOCS_VENV)/bin/python -m pytest -q -s tests/site/built.py

@@ -1,29 +1,35 @@
 """What of asking ahead brings the time: overlap, the skipped forward, partial rollouts and staleness, each for itself.
 
     python -m benchmarks.asynchrony_arms times            # seconds a step, on the work of `asynchrony.py`; 12 minutes
-    python -m benchmarks.asynchrony_arms accuracy         # accuracy after equal samples; 8 minutes
+    python -m benchmarks.asynchrony_arms accuracy --jobs 8        # accuracy after equal samples; 6 minutes
     python -m benchmarks.asynchrony_arms times --seconds 600      # start no side after this time; a later call goes on
     python -m benchmarks.asynchrony_arms page             # write docs/staleness.md from the results, run nothing
 
 Every arm takes two optimizer steps a batch. The first is synchronous, each of the next four adds one thing, and the
 last two leave one of them out again. Times need a machine with nothing beside it and are measured on few steps of 32
 prompts x 8 answers. Accuracy needs no quiet: as in `staleness.py` every arm learns arithmetic from the same start and
-equally many samples, and a tool interrupts each answer after every few tokens, so that an answer may be said by several
-versions. Results are written after each side, and a call goes on from them.
+equally many samples. A tool interrupts each answer after every few tokens, for longer than the learner computes: where
+turns are said to their end before new weights come (`unfinished=go_on`), an answer is said by several versions only if
+it is at a tool then. A run waits for most of its time: several may run at once. Results are written after each side,
+and a call goes on from them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import json
 import math
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,13 +85,18 @@ SEEDS = (0, 1, 2)
 BOTH: Mapping[str, Any] = {"minibatches": 2}
 TIMES: Mapping[str, Any] = {"steps": 6}
 """Of the synchronous side; two more for each step that is asked ahead, as in `asynchrony`."""
-ACCURACY: Mapping[str, Any] = {"prompts": 8, "siblings": 8, "steps": 48, "rate": 1e-3}
-PIECE = 4
+ACCURACY: Mapping[str, Any] = {"prompts": 8, "siblings": 8, "steps": 40, "rate": 5e-4}
+"""The rate of `staleness.py` is 1e-3, at one optimizer step a batch. With two of them, one of two synchronous seeds
+ended below its start at that rate (.36), so half of it is taken."""
+PIECE = 2
 """Tokens of an answer between two interruptions."""
 CUTS = 4
 """Interruptions of an answer, at most."""
-FASTEST, SLOWEST = 0.005, 0.15
-"""Seconds of an interruption, log-uniform."""
+FASTEST, SLOWEST = 0.1, 1.0
+"""Seconds of an interruption, log-uniform. The learner of a step takes some .2 s: with tools as fast as that an answer
+has ended when new weights come, or waits for nothing but them."""
+LEAST_MIXED = 0.1
+"""Share of answers of several versions below which a row says nothing of partial rollouts, and is not kept."""
 
 
 def rests(answer: str) -> tuple[str, ...]:
@@ -143,7 +154,13 @@ class ArmAccuracy:
     after: float
     behind: float
     mixed: float
-    """Share of the last answers that were said by more than one version."""
+    """Share of the answers that were said by more than one version."""
+
+    @property
+    def void(self) -> bool:
+        """Whether its answers were to go on under new weights, and did not."""
+        arm = ARMS[self.arm]
+        return arm.staleness > 0 and not arm.waits and self.mixed < LEAST_MIXED
 
 
 def time_of(arm: str, seed: int, folder: str, threads: int) -> ArmTime:
@@ -165,11 +182,28 @@ def accuracy_of(arm: str, seed: int, folder: Path, model: Path, **changes: Any) 
     assert stage.before is not None and stage.accuracy is not None
     steps = [s for s in reader.steps(out) if "rollout/versions_behind" in s.gauges]
     behind = statistics.mean(s.gauges["rollout/versions_behind"].mean for s in steps) if steps else 0.0
-    last = [e.episode for e in reader.episodes(out, "rl", sizes["steps"], "train")]
-    versions = [{int(v) for s in e.segments for v in s.version[s.mask]} for e in last]
+    said = [e.episode.segments for i in range(1, sizes["steps"] + 1) for e in reader.episodes(out, "rl", i, "train")]
+    versions = [{int(v) for s in segments for v in s.version[s.mask]} for segments in said]
     return ArmAccuracy(
         arm, seed, stage.before, stage.accuracy[0], behind, statistics.mean(len(v) > 1 for v in versions)
     )
+
+
+def accuracies_of(
+    wanted: Iterable[tuple[str, int]], folder: Path, starts: Path, jobs: int, until: float = math.inf, **changes: Any
+) -> Iterator[ArmAccuracy]:
+    """Rows as they end, of `jobs` runs at once: each in another process, since `whole_answers` is of a whole process.
+    None begins after `until`."""
+    left, running = deque(wanted), set[Future[ArmAccuracy]]()
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        while True:
+            while left and len(running) < jobs and time.perf_counter() < until:
+                arm, seed = left.popleft()
+                running.add(pool.submit(accuracy_of, arm, seed, folder, start(seed, starts), **changes))
+            if not running:
+                return
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (one.result() for one in ended)
 
 
 def table(times: Sequence[ArmTime], accuracies: Sequence[ArmAccuracy]) -> Iterator[str]:
@@ -211,9 +245,10 @@ def told(times: Sequence[ArmTime], accuracies: Sequence[ArmAccuracy]) -> list[st
         " it; *faster* than the synchronous",
         f"side of the round. Accuracy: held out, means over seeds after equally many samples of another task:"
         f" {ACCURACY['steps']} steps of",
-        f"{ACCURACY['prompts']} x {ACCURACY['siblings']} answers to sums, interrupted every {PIECE} tokens, AdamW at"
-        f" {ACCURACY['rate']:g}. Two optimizer steps a batch in both.",
-        "*Steps behind*: mean age of a token. *Mixed*: answers said by several versions.",
+        f"{ACCURACY['prompts']} x {ACCURACY['siblings']} answers to sums, AdamW at {ACCURACY['rate']:g}; a tool of"
+        f" {FASTEST:g} to {SLOWEST:g} s interrupts an answer every {PIECE} tokens, at most {CUTS} times.",
+        "Two optimizer steps a batch in both. *Steps behind*: mean age of a token. *Mixed*: answers said by several"
+        " versions.",
     ]
     if accuracies:
         lines[-1] += f" Accuracy of the start: {statistics.mean(a.before for a in accuracies):.3f}."
@@ -228,6 +263,18 @@ def read() -> tuple[list[ArmTime], list[ArmAccuracy]]:
         return [], []
     facts = json.loads(RESULTS.read_text())
     return [ArmTime(**r) for r in facts["times"]], [ArmAccuracy(**r) for r in facts["accuracy"]]
+
+
+def keep(row: ArmTime | ArmAccuracy | None, threads: int) -> None:
+    """Add a row to the results, which another call may be writing too. None: the page alone."""
+    with PAGE.open() as page:
+        fcntl.flock(page, fcntl.LOCK_EX)
+        times, accuracies = read()
+        if isinstance(row, ArmTime):
+            times = [t for t in times if (t.arm, t.seed) != (row.arm, row.seed)] + [row]
+        elif row is not None:
+            accuracies = [a for a in accuracies if (a.arm, a.seed) != (row.arm, row.seed)] + [row]
+        write(times, accuracies, threads)
 
 
 def write(times: Sequence[ArmTime], accuracies: Sequence[ArmAccuracy], threads: int) -> None:
@@ -251,28 +298,33 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of the sides whose time is measured")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no side after this time")
     parser.add_argument("--keep", type=Path, help="folder for the taught starts, which further calls then find made")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, of accuracy")
     parser.add_argument("--dry", action="store_true", help="print the rows, write nothing")
     options = parser.parse_args()
-    times, accuracies = read()
-    begun = time.perf_counter()
-    known = {(r.arm, r.seed) for r in (times if options.what == "times" else accuracies)}
-    wanted = [(a, int(s)) for s in options.seeds.split(",") for a in options.only.split(",")]
+    if options.what == "times" and options.jobs != 1:
+        parser.error("times need a machine with nothing beside them: --jobs is for accuracy")
+    if options.what == "page":
+        keep(None, options.threads)
+        return
+    until = time.perf_counter() + options.seconds
+    known = {(r.arm, r.seed) for r in read()[options.what == "accuracy"]}
+    asked = [(a, int(s)) for s in options.seeds.split(",") for a in options.only.split(",")]
+    wanted = [one for one in asked if one not in known]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if options.what == "times":
             save_checkpoint(SIZE, folder, POSITIONS)
-        for arm, seed in wanted if options.what != "page" else ():
-            if (arm, seed) in known or time.perf_counter() - begun > options.seconds:
-                continue
-            if options.what == "times":
-                times.append(time_of(arm, seed, scratch, options.threads))
-            else:
-                accuracies.append(accuracy_of(arm, seed, folder, start(seed, options.keep or folder)))
-            print((times if options.what == "times" else accuracies)[-1], flush=True)
-            if not options.dry:
-                write(times, accuracies, options.threads)
-    if options.what == "page":
-        write(times, accuracies, options.threads)
+            rows: Iterable[Any] = (
+                time_of(arm, seed, scratch, options.threads) for arm, seed in wanted if time.perf_counter() < until
+            )
+        else:
+            rows = accuracies_of(wanted, folder, options.keep or folder, options.jobs, until)
+        for row in rows:
+            print(row, flush=True)
+            if isinstance(row, ArmAccuracy) and row.void:
+                print(f"  not kept: {row.mixed:.0%} of its answers are of several versions; raise SLOWEST", flush=True)
+            elif not options.dry:
+                keep(row, options.threads)
 
 
 if __name__ == "__main__":

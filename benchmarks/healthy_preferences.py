@@ -52,6 +52,8 @@ WORLDS: dict[str, tuple[str, ...]] = {
     "replies": ("pair", "ranking", "label", "rating"),
 }
 """Kinds of judgement that are drawn of each kind of data."""
+MOST_SAMPLES = 8
+"""Of a prompt: lines that draw more are left out, for the time they take."""
 LOSSES = ("preference/loss", "ranking/loss", "optim/grad_norm", "sft/loss")
 
 
@@ -138,7 +140,7 @@ def _preference(rng: np.random.Generator, one: Any, world: str) -> list[str]:
 
 def _online(rng: np.random.Generator, one: Any, world: str) -> list[str]:
     """Any line that plays against itself or an opponent, at any temperature."""
-    fits = [n for n, a in PREFERENCES.items() if a.online]
+    fits = [n for n, a in PREFERENCES.items() if a.online and a.draw is not None and a.draw.samples() <= MOST_SAMPLES]
     out = [f"learn.algorithm={one(*fits)}", f"learn.prompts={one(2, 4, 8)}"]
     out += [f"learn.sampling.temperature={one(0.6, 0.8, 1.0, 1.3, p=(0.15, 0.15, 0.5, 0.2))}"]
     cuts = {"": 0.7, "learn.sampling.top_p=0.9": 0.1, "learn.sampling.top_k=3": 0.1, "learn.sampling.min_p=0.1": 0.1}

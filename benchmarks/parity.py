@@ -3,11 +3,11 @@
     make parity
     python benchmarks/parity.py [SEED]
 
-For each loss that TRL has, its trainer computes the loss of a prepared batch on a tiny random model; ours computes it
-packed, with shared prompts, and again in micro-batches. A reward model that we write is loaded by TRL's RewardTrainer
-and compared in the same way. The loss may differ by 1e-6 of its size, and the gradient of all weights by 1e-5 of its
-norm. The rows are drawn from the printed seed (`POSTTRAIN_SEED`, or one of the clock). A difference is an exit status
-of 1; so is a TRL that cannot be imported: nothing is left out.
+For each loss of `parity_cases.py`, TRL's trainer computes the loss of a prepared batch on a tiny random model; ours
+computes it packed, with shared prompts, and again in micro-batches. A reward model that we write is loaded by TRL's
+RewardTrainer and compared in the same way. The loss may differ by 1e-6 of its size, and the gradient of all weights by
+1e-5 of its norm. The rows are drawn from the printed seed (`POSTTRAIN_SEED`, or one of the clock). A difference is an
+exit status of 1; so is a TRL that cannot be imported: nothing is left out.
 """
 
 from __future__ import annotations

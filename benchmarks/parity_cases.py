@@ -55,6 +55,14 @@ def cpo(name: str, loss: str, of: PreferenceAlgorithm, **settings: Any) -> Case:
     return Case(name, of, "cpo", {"loss_type": loss, "beta": of.beta, "cpo_alpha": alpha, **settings})
 
 
+def tpo(name: str, loss: str, **changes: Any) -> Case:
+    ours = patch(P["tpo"], name, "an option", **changes)
+    settings = {"loss_type": loss, "beta": ours.beta, "tpo_alpha": 1.0}
+    if isinstance(ours.noise, Conservative):
+        settings["label_smoothing"] = ours.noise.rate
+    return Case(name, ours, "tpo", settings)
+
+
 CPO_BARE = patch(P["cpo"], "cpo without likelihood", "an option", add=())
 CASES: tuple[Case, ...] = (
     dpo("dpo", "sigmoid"),
@@ -106,6 +114,9 @@ CASES: tuple[Case, ...] = (
     cpo("cpo_simpo", "simpo", P["cpo_simpo"], simpo_gamma=1.375),
     Case("orpo", P["orpo"], "orpo", {"beta": 0.1}, prompt_is_one_token=True),
     Case("tpo", P["tpo"], "tpo", {"loss_type": "sigmoid", "beta": 0.01, "tpo_alpha": 1.0}),
+    tpo("tpo, noise", "sigmoid", noise=Conservative(rate=0.2)),
+    tpo("tpo, hinge", "hinge", link=Hinge(delta=1.0)),
+    tpo("tpo, ipo", "ipo", link=Square(), statistic=Average(), beta=0.1),
     Case(
         "tpo, averages and margin",
         patch(P["tpo"], "l", "x", statistic=Average(), beta=2.5, margin=P["simpo"].margin),
@@ -113,4 +124,5 @@ CASES: tuple[Case, ...] = (
         {"loss_type": "tpo-l", "beta": 2.5, "tpo_alpha": 1.0, "tpo_l_gamma": 1.375},
     ),
 )
-"""All of TRL's preference losses that do not sample."""
+"""TRL's preference losses that do not sample: every loss type of each trainer. AlphaPO, the `alpha` of its CPO that
+transforms averages, is no line of the ladder and has no case."""

@@ -4,6 +4,7 @@ planted truth.
     python benchmarks/preference_lines.py                       # all lines, seeds 0, 1, 2, label noise 0 and 0.2
     python benchmarks/preference_lines.py --only dpo,kto --seeds 0 --noise 0.2
     python benchmarks/preference_lines.py --seconds 300         # what is missing, as far as the time goes
+    python benchmarks/preference_lines.py --page                # write the page again from the results, run nothing
 
 The world is `replies`: judges with a known utility over correctness, politeness and length. For each seed one SFT on
 replies of any quality makes the start. Every line then takes the same number of steps with the same optimizer on
@@ -215,7 +216,7 @@ def cell(rows: Sequence[LineRow], what: str) -> str:
     if not rows:
         return "-"
     found = score(rows, what)
-    return f"{found.mean:.3f} (>= {found.low:.3f})" + ("" if found.low > 0.5 else " **no**")
+    return f"{found.mean:.3f} ({found.low:.3f})" + ("" if found.low > 0.5 else " **no**")
 
 
 def failed(rows: Sequence[LineRow]) -> bool:
@@ -245,15 +246,18 @@ def page(rows: Sequence[LineRow]) -> str:
             " from the same start and judgements."
         ),
         "",
-        f"Same start, same judgements, {STEPS} steps of {BATCH} each at one learning rate, seeds"
-        f" {', '.join(str(s) for s in sorted({r.seed for r in rows}))}; world `replies`,",
-        f"{HELD} held-out tasks. Means over tasks, with their 95 % interval's lower end; **no**: that is not above .5.",
+        f"Every line has the same start and the same judgements: {STEPS} steps of {BATCH} each at one learning rate,",
+        f"seeds {', '.join(str(s) for s in sorted({r.seed for r in rows}))}. The world is `replies`, with {HELD}"
+        " held-out tasks. A number is a mean over tasks, and behind it",
+        "stands the lower end of its 95 % interval; **no** says that this end is not above .5.",
         "",
         "- Accuracy: pairs that the line's own score of a completion orders as the true utility does.",
         "- Win rate: samples against those of the start, by the true utility.",
         "",
-        "Nothing was tuned for a line, so this is a check that each learns, and no ranking. Written by",
-        "`python benchmarks/preference_lines.py`; what was predicted: `benchmarks/preference_predictions.py`.",
+        "Nothing was tuned for a line, so this is a check that each learns, and no ranking.",
+        "",
+        "`python benchmarks/preference_lines.py` writes this page. What was predicted before the runs is in",
+        "`benchmarks/preference_predictions.py`.",
         "",
         "| line | "
         + " | ".join(f"accuracy, noise {n:g} | win rate, noise {n:g}" for n in noises)
@@ -273,9 +277,6 @@ def page(rows: Sequence[LineRow]) -> str:
     ]
     lines += ["", "Looked into afterwards:", ""]
     lines += [f"- `{name.replace(', ', '`, `')}`: {said}." for name, said in FOUND.items()]
-    lines += [
-        "- Equal to the last digit: `slic` and `rso`, which differ in how pairs are drawn, and here they are given."
-    ]
     made = {(r.line, r.seed, r.noise) for r in rows}
     if missing := [x for x in every(PREFERENCES, SEEDS, NOISES) if x not in made]:
         of = f"{len(missing)} of {len(missing) + len(made)} runs"
@@ -331,7 +332,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further run after so long")
     parser.add_argument("--starts", type=Path, help="a folder that keeps the starts between calls")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
+    parser.add_argument("--page", action="store_true", help="write the page again from the results, and run nothing")
     args = parser.parse_args()
+    if args.page:
+        PAGE.write_text(page(written()), encoding="utf-8")
+        return
     begun, rows = time.perf_counter(), [] if args.dry else written()
     wanted = every(
         args.only.split(","), [int(x) for x in args.seeds.split(",")], [float(x) for x in args.noise.split(",")]

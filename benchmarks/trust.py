@@ -4,7 +4,7 @@ results/trust.json.
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py            # everything, a few minutes on one core
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --new      # the faults that the last results lack
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --staleness 2   # the faults of RL, with older samples
-    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --staleness 2 --new   # those that these results lack
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --staleness 2 --new   # those that their results lack
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --page     # the page again, from the last results
 
 Every fault of `posttrain.faults` is planted into the smallest run that shows it, for at most 20 steps, and what
@@ -22,7 +22,7 @@ import platform
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -50,6 +50,7 @@ from posttrain.checks import (
     preference_online,
     preference_reference,
     ranking,
+    regenerated,
     rejection,
     rejudge,
     resume,
@@ -70,6 +71,7 @@ from posttrain.faults import FAULTS
 from posttrain.role import rounding
 from posttrain.role.events import Observers, PlayedEvent
 from posttrain.role.roles import ReinforceRoles
+from posttrain.search import audit
 from tests.faulty import BOUND, STEPS, acts_ahead, catch, named, smallest, start
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +112,7 @@ EVERY_STEP = (
     *(generative.shows_no_verdict, generative.order_is_random, generative.votes_are_counted),
     *(preference_online.tokens_are_as_sampled, preference_online.opponents_play, preference_online.opponent_says),
     *(rejection.kept_was_played, rejection.kept_passes, rejection.kept_once, rejection.imitates_kept),
-    rejection.begins_with_its_weights,
+    *(rejection.begins_with_its_weights, rejection.nothing_is_lost, regenerated.goes_on_from_its_step),
 )
 SECOND_OPINIONS = (
     credit.everyone_is_scored,
@@ -128,6 +130,8 @@ BEFORE = (
     preference_loss.agrees_on_synthetic_judgements,
 )
 HEALTHY_STEPS = 12
+MODES = ("free-running", "deterministic")
+"""Of runs whose groups are asked ahead."""
 
 
 @dataclass(frozen=True)
@@ -273,27 +277,23 @@ def with_new(folder: Path) -> dict[str, Any]:
     return {**data, "caught": {name: before[name] for name in FAULTS}}
 
 
-def ahead(folder: Path, staleness: int, before: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+def ahead(folder: Path, staleness: int, known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The faults of reinforcement, planted into runs whose groups are asked `staleness` steps ahead: after the
-    free-running ones, and after all. Those that are in `before` are not measured again."""
+    free-running ones, and after all. `known`: results whose faults are not planted again."""
     begun, model = time.perf_counter(), start(folder / "start")
-    out: dict[str, Any] = {"staleness": staleness, "free-running": {}, "deterministic": {}}
-    for mode in ("free-running", "deterministic"):
-        whole, caught, known = mode == "deterministic", out[mode], (before or {}).get(mode, {})
+    out: dict[str, Any] = {"staleness": staleness} | {m: dict(known.get(m, {})) for m in MODES}
+    for mode in MODES:
+        whole, caught = mode == "deterministic", out[mode]
         for name, fault in FAULTS.items():
-            if not acts_ahead(fault, whole):
-                continue
-            if name in known:
-                caught[name] = known[name]
+            if name in caught or not acts_ahead(fault, whole):
                 continue
             found = catch(fault, model, folder / mode / name, deterministic=whole, staleness=staleness)
             caught[name] = None if found is None else asdict(found)
             told = "NOT CAUGHT" if found is None else f"{found.detector}, step {found.step}"
             print(f"{mode} {name}: {told}", flush=True)
-        if before is None:
-            yield {**out, "date": time.strftime("%Y-%m-%d"), "seconds": time.perf_counter() - begun}
-    if before is not None:
-        yield before | out
+        out[mode] = {name: caught[name] for name in FAULTS if name in caught}
+        seconds = known.get("seconds", 0.0) + time.perf_counter() - begun
+        yield {**out, "date": time.strftime("%Y-%m-%d"), "seconds": seconds}
 
 
 def _later(stale: dict[str, Any], mode: str, name: str) -> str:
@@ -306,15 +306,15 @@ def _later(stale: dict[str, Any], mode: str, name: str) -> str:
 
 def ahead_words(caught: dict[str, Any], stale: dict[str, Any]) -> list[str]:
     """What the page says of runs that ask ahead."""
-    k, modes = stale["staleness"], ("free-running", "deterministic")
+    k = stale["staleness"]
     late, missed = list[str](), set[str]()
-    for mode in modes:
+    for mode in MODES:
         for name, found in stale[mode].items():
             if found is None:
                 missed |= {name} if caught.get(name) is not None else set()
             elif caught.get(name) is not None and found["step"] > caught[name]["step"] + 2 * k:
                 late.append(f"`{name}` ({mode}: step {found['step']})")
-    counts = " and ".join(f"{len(stale[m])} {m}" for m in modes)
+    counts = " and ".join(f"{len(stale[m])} {m}" for m in MODES)
     return [
         f"The two last columns are of runs with `staleness={k}`, free-running and with `deterministic=true`"
         f" ({counts}, {stale['date']}, `benchmarks/trust.py --staleness {k}`): the step at which the same fault is"
@@ -323,8 +323,11 @@ def ahead_words(caught: dict[str, Any], stale: dict[str, Any]) -> list[str]:
         + (f" Later than that: {', '.join(late)}." if late else " None is found later than that.")
         + (f" Caught without staleness alone: {', '.join(f'`{n}`' for n in sorted(missed))}." if missed else "")
         + " An empty cell: the fault is not of reinforcement, or cannot act there. `groups_interleaved` regroups what a"
-        " step plays together, and a queue plays each group alone; a model with a recurrent state is never"
-        " deterministic. Faults whose run has `staleness` in any case are measured with it in the column before too.",
+        " step plays together, and a queue plays each group alone. It counts itself what was said for a group, so what"
+        " `dead_engine_counted_twice` adds to the engines' counts does not reach the record. A model with a recurrent"
+        " state is never deterministic; and where a run is, nothing is being said when new weights come, so"
+        " `router_mixes_versions` has nothing to mix. Faults whose run has `staleness` in any case are measured with it"
+        " in the column before too.",
         "",
     ]
 
@@ -488,6 +491,9 @@ def page(data: dict[str, Any]) -> str:
         ),
         "",
         *table([(f"`{f.__name__}`", summary(f)) for f in SECOND_OPINIONS], "check", "what holds"),
+        "**In every search** at inference (`posttrain/search/audit.py`, [search](search.md)):",
+        "",
+        *table([(f"`{n}`", t) for n, t in functions(audit)], "check", "what holds"),
         "**Live rules** (`posttrain/diagnose/rules.py`) read the record and warn in its notes:",
         "",
         *table([(f"`{n}`", summary(f)) for n, f in rules.RULES.items()], "rule", "when it speaks"),
@@ -557,9 +563,11 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, help=f"ask so many steps ahead, and plant again (page: {BOUND})")
     asked = parser.parse_args()
     if asked.staleness is not None:
-        before = json.loads(AHEAD.read_text()) if asked.new else None
         with tempfile.TemporaryDirectory() as folder:
-            for found in ahead(Path(folder), asked.staleness, before):
+            known = json.loads(AHEAD.read_text()) if asked.new else {}
+            if known and known["staleness"] != asked.staleness:
+                parser.error(f"the last results are of --staleness {known['staleness']}: leave --new out")
+            for found in ahead(Path(folder), asked.staleness, known):
                 AHEAD.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     elif asked.new:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,18 +1,21 @@
-"""One batch for sixteen optimizer steps: what each trust region makes of it, at a mild and at a hot learning rate.
+"""One batch for several optimizer steps: what each trust region makes of it. Sixteen of them at a mild and at a hot
+learning rate, and four on samples that are four steps old.
 
-    python -m benchmarks.updates                          # all arms, seeds 0, 1, 2, both rates
+    python -m benchmarks.updates                          # all arms, seeds 0, 1, 2, both rates, and old samples
     python -m benchmarks.updates --only clip,gspo --seeds 0 --rates hot
+    python -m benchmarks.updates --rates stale            # old samples alone
     python -m benchmarks.updates --seconds 300            # what is missing, as far as the time goes
 
 For each seed one SFT on arithmetic (40 % of the demonstrations wrong) makes the start. Every arm then takes the same
 number of steps on the same prompts: 8 prompts x 8 answers, cut into 4 minibatches, 4 times. The arms and what they are
-to show are in `updates_regions.py`, written before the runs. Writes benchmarks/results/updates.json after each run,
-from which it goes on, and docs/several-updates.md.
+to show are in `updates_regions.py`, those on old samples in `updates_stale.py`, written before the runs. Writes
+benchmarks/results/updates.json after each run, from which it goes on, and docs/several-updates.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import platform
@@ -27,6 +30,7 @@ from typing import Any
 import numpy as np
 
 import posttrain
+from benchmarks import updates_stale
 from benchmarks.algorithms import accuracies, teacher
 from benchmarks.from_start import run_from, start
 from benchmarks.updates_regions import (
@@ -42,15 +46,23 @@ from benchmarks.updates_regions import (
     SEEDS,
     SIBLINGS,
     STEPS,
+    Prediction,
     drift_correlation,
 )
 from posttrain.core import reader
+from posttrain.core.algorithm import Algorithm
 from posttrain.core.gauge import Step
 from posttrain.core.run import Run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/updates.json"
 PAGE = ROOT / "docs/several-updates.md"
+WORKS: Mapping[str, Mapping[str, Algorithm]] = {
+    "mild": {**ARMS, **LINES},
+    "hot": ARMS,
+    "stale": updates_stale.ARMS,
+}
+"""The arms at each learning rate. Samples of the last one are old."""
 TEACHING = 40
 """Steps of the teacher."""
 LAST = 3
@@ -78,8 +90,8 @@ class ArmRow:
     ess: float
     """(mean ratio)^2 / mean squared ratio over tokens, smallest step."""
     moved: float | None
-    """KL from the start of a step during its updates, nats a token, mean over the steps; None: it forms no ratio. With
-    staleness 0 the sampler is that start too."""
+    """KL from the start of a step during its updates, nats a token, mean over the steps; None: it forms no ratio, or
+    none with that start. With staleness 0 the sampler is that start too."""
     share: float
     """Share of the learning rate that was used, mean over the steps."""
     stopped: str
@@ -87,26 +99,27 @@ class ArmRow:
     seconds: float
 
 
-def run_of(arm: str, rate: str, seed: int, model: Path, steps: int = STEPS) -> Run:
+def run_of(arm: str, rate: str, seed: int, model: Path, steps: int | None = None) -> Run:
     """The run of one arm. The teacher of a line that learns from one is made beside the start."""
-    algorithm = {**ARMS, **LINES}[arm]
+    algorithm, old = WORKS[rate][arm], rate == "stale"
     taught = algorithm.rewards == "none"
     reference = teacher(seed, TEACHING, model, model.parent / f"teacher-{seed}") if taught else None
     batch = {"prompts": PROMPTS, "siblings": SIBLINGS, "minibatches": MINIBATCHES, "epochs": EPOCHS}
-    more: dict[str, Any] = batch | {"rate": RATES[rate], "reference": reference}
-    return run_from(model, algorithm, name=arm, seed=seed, steps=steps, **more)
+    more: dict[str, Any] = {**(updates_stale.BATCH if old else batch), "reference": reference}
+    lr, most = (updates_stale.RATE, updates_stale.STEPS) if old else (RATES[rate], STEPS)
+    return run_from(model, algorithm, name=arm, seed=seed, rate=lr, steps=steps or most, **more)
 
 
-def play(arm: str, rate: str, seed: int, model: Path, folder: Path, steps: int = STEPS) -> ArmRow:
+def play(arm: str, rate: str, seed: int, model: Path, folder: Path, steps: int | None = None) -> ArmRow:
     """One arm from the start."""
     begun, stopped = time.perf_counter(), ""
-    out = folder / f"{arm}-{rate}-{seed}"
+    out, run = folder / f"{arm}-{rate}-{seed}", run_of(arm, rate, seed, model, steps)
     try:
-        posttrain.run(run_of(arm, rate, seed, model, steps), out=out, quiet=True)
+        posttrain.run(run, out=out, quiet=True)
     except posttrain.PosttrainError as error:
         stopped = str(error).split(":")[0][:80]
     lines = reader.steps(out)
-    before, after = (list(accuracies(out, i).values()) for i in (0, steps))
+    before, after = (list(accuracies(out, i).values()) for i in (0, run.stages[-1].steps))
     learned = [s for s in lines if "policy/ratio" in s.gauges]
     solved = [s.gauges["rollout/solved"].mean for s in learned]
     return ArmRow(
@@ -120,18 +133,18 @@ def play(arm: str, rate: str, seed: int, model: Path, folder: Path, steps: int =
         mean(learned, "policy/clip_low") + mean(learned, "policy/clip_high"),
         max(s.gauges["policy/ratio_square"].mean for s in learned),
         min(s.gauges["policy/ratio"].mean ** 2 / s.gauges["policy/ratio_square"].mean for s in learned),
-        drift(arm, learned),
+        drift(WORKS[rate][arm].forms_ratio and rate != "stale", learned),
         mean(learned, "optim/share") if any("optim/share" in s.gauges for s in learned) else 1.0,
         stopped,
         time.perf_counter() - begun,
     )
 
 
-def drift(arm: str, learned: Sequence[Step]) -> float | None:
-    """`ArmRow.moved`."""
+def drift(fresh: bool, learned: Sequence[Step]) -> float | None:
+    """`ArmRow.moved`. fresh: whether the ratio is to the start of a step, whatever the anchor is called."""
     if any("policy/kl_start" in s.gauges for s in learned):
         return mean(learned, "policy/kl_start")
-    return mean(learned, "policy/kl_anchor") if {**ARMS, **LINES}[arm].forms_ratio else None
+    return mean(learned, "policy/kl_anchor") if fresh else None
 
 
 def mean(steps: Sequence[Step], gauge: str) -> float:
@@ -178,7 +191,7 @@ def table(found: Mapping[tuple[str, str], Mapping[str, float]], rate: str, arms:
 
 def page(rows: Sequence[ArmRow]) -> str:
     """docs/several-updates.md."""
-    found, missing = means(rows), (len(ARMS) * len(RATES) + len(LINES)) * len(SEEDS) - len(rows)
+    found, missing = means(rows), sum(map(len, WORKS.values())) * len(SEEDS) - len(rows)
     before = float(np.mean([r.before for r in rows]))
     rates = " and ".join(f"{lr:g} ({n})" for n, lr in RATES.items())
     lines = [
@@ -215,10 +228,8 @@ def page(rows: Sequence[ArmRow]) -> str:
     for name in RATES:
         lines += [f"## {name.capitalize()}: learning rate {RATES[name]:g}", "", *table(found, name), ""]
     lines += ["## Lines with credit of their own, mild", "", *table(found, "mild", LINES), ""]
-    lines += ["## Predicted before the runs", ""]
-    for i, p in enumerate(PREDICTIONS, 1):
-        lines.append(f"{i}. {p.text} **{judged(p.holds, found)}**")
-    lines += ["", "## What parts them", "", *learned(found), "", "## Not arms of their own", ""]
+    lines += ["## Predicted before the runs", "", *predicted(PREDICTIONS, found), ""]
+    lines += ["## What parts them", "", *learned(found), "", *old_samples(found), "## Not arms of their own", ""]
     lines += [f"- `{n}`: {why}." for n, why in ASIDE.items()]
     if missing:
         whole = len(rows) + missing
@@ -227,6 +238,37 @@ def page(rows: Sequence[ArmRow]) -> str:
             f"**Incomplete:** {missing} of {whole} runs are missing; `python -m benchmarks.updates` makes them.",
         ]
     return "\n".join(lines) + "\n"
+
+
+def predicted(predictions: Sequence[Prediction], found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
+    return [f"{i}. {p.text} **{judged(p.holds, found)}**" for i, p in enumerate(predictions, 1)]
+
+
+def old_samples(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
+    """The part of the page about batches that are old as well."""
+    batch = updates_stale.BATCH
+    return [
+        f"## Several updates on samples that are {updates_stale.STALENESS} steps old",
+        "",
+        f"`staleness={updates_stale.STALENESS}`, {batch['minibatches'] * batch['epochs']} optimizer steps a batch"
+        f" ({batch['prompts']} prompts x {batch['siblings']} answers, {batch['minibatches']} minibatches,"
+        f" {batch['epochs']} epochs),",
+        f"{updates_stale.STEPS} batches, AdamW at {updates_stale.RATE:g}. Sampler, start of the batch and policy are"
+        " three now. `blind` clips around the start",
+        "of the batch and does not see the age, `clip` around the sampler; the others are lines of the ladder, with"
+        " credit of their own",
+        "where they have it. *Clipped* and *ratio tail* are of the clip's ratio: a correction by start/sampler is not",
+        "in them. The arms are in `benchmarks/updates_stale.py`.",
+        "",
+        *table(found, "stale", updates_stale.ARMS),
+        "",
+        "Predicted before the runs:",
+        "",
+        *predicted(updates_stale.PREDICTIONS, found),
+        "",
+        *(textwrap.fill(f"- {text}", 118, subsequent_indent="  ") for text in updates_stale.LEARNED),
+        *([""] if updates_stale.LEARNED else []),
+    ]
 
 
 def learned(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
@@ -249,9 +291,17 @@ def written() -> list[ArmRow]:
     return [ArmRow(**r) for r in json.loads(RESULTS.read_text())["rows"]] if RESULTS.exists() else []
 
 
+def keep(row: ArmRow) -> None:
+    """Add a row to the results, which another call may be writing too."""
+    with PAGE.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        others = [r for r in written() if (r.arm, r.rate, r.seed) != (row.arm, row.rate, row.seed)]
+        write([*others, row])
+
+
 def write(rows: list[ArmRow]) -> None:
-    order = {name: i for i, name in enumerate((*ARMS, *LINES))}
-    rows = sorted((r for r in rows if r.arm in order), key=lambda r: (order[r.arm], r.rate, r.seed))
+    order = {name: i for i, name in enumerate((*ARMS, *LINES, *updates_stale.ARMS))}
+    rows = sorted((r for r in rows if r.arm in WORKS[r.rate]), key=lambda r: (order[r.arm], r.rate, r.seed))
     facts = {
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
@@ -264,8 +314,8 @@ def write(rows: list[ArmRow]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
-    parser.add_argument("--only", default=",".join((*ARMS, *LINES)), help="comma-separated arms")
-    parser.add_argument("--rates", default=",".join(RATES))
+    parser.add_argument("--only", help="comma-separated arms; all of them if left out")
+    parser.add_argument("--rates", default=",".join(WORKS), help="of them, comma-separated")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time")
     parser.add_argument("--keep", type=Path, help="folder for the starts, which further calls then find made")
     parser.add_argument("--dry", action="store_true", help="print the rows, write nothing")
@@ -278,19 +328,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for seed in map(int, args.seeds.split(",")):
             for rate in args.rates.split(","):
-                for arm in args.only.split(","):
-                    if arm in LINES and rate != "mild":
+                for arm in args.only.split(",") if args.only else WORKS[rate]:
+                    if arm not in WORKS[rate]:
                         continue
                     done = any((r.arm, r.rate, r.seed) == (arm, rate, seed) for r in rows)
                     if done or time.perf_counter() - begun > args.seconds:
                         continue
                     model = start(seed, args.keep or Path(scratch))
-                    rows.append(play(arm, rate, seed, model, Path(scratch)))
+                    row = play(arm, rate, seed, model, Path(scratch))
                     if not args.dry:
-                        write(rows)
-                    print(
-                        {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(rows[-1]).items()}, flush=True
-                    )
+                        keep(row)
+                    print({k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}, flush=True)
 
 
 if __name__ == "__main__":

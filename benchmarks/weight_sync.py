@@ -170,12 +170,12 @@ def measure(sizes: Sequence[str], steps: int) -> list[PushRow]:
 
 def line(row: PushRow) -> str:
     spent = [f"{getattr(row, name):.1f}" for name in TIMES]
-    words = [row.size, row.dtype, row.transport, row.form, f"{row.mb:.2f}", f"{100 * row.share:.2f} %", *spent]
+    words = [row.size, row.dtype, row.transport, row.form, f"{row.mb:.2f}", f"{100 * row.share:.2f}", *spent]
     return "| " + " | ".join(words) + " |"
 
 
 def table(rows: Sequence[PushRow]) -> str:
-    head = ("parameters", "served as", "transport", "form", "MB", "share", *(f"{name} ms" for name in TIMES))
+    head = ("size", "served as", "transport", "form", "MB", "share %", *TIMES)
     return "\n".join(
         ["| " + " | ".join(head) + " |", "|" + "---|" * 4 + "---:|" * (len(head) - 4), *(line(r) for r in rows)]
     )
@@ -186,8 +186,9 @@ def measured_text(steps: int, beside: str) -> str:
     lines = (
         "",
         f"A Qwen3 under AdamW at a learning rate of {LR:g}, medians of {steps - 1} pushes, {date.today()}, two cores,",
-        "one thread a process. *reshard* has the checksums and the encoding of deltas, *read* the checksums and the",
-        "decoding, *install* is the engine's copy into its module, *push* is all of it.",
+        "one thread a process. Size is in parameters, times are in ms. *reshard* has the checksums and the encoding",
+        "of deltas, *read* the checksums and the decoding, *install* is the engine's copy into its module, *push* is",
+        "all of it.",
         *([f"Measured beside {beside}: bytes are exact, times are upper bounds."] if beside else []),
         "",
         "",

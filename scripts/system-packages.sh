@@ -2,7 +2,7 @@
 # Installs the system packages that posttrain can use and pip cannot bring: bubblewrap, the sandbox's first choice. With
 # the word `chromium` that browser instead, in which the tests of the documentation open its pages.
 # Never fails: without bubblewrap the sandbox takes Landlock where the kernel has it, or says what is missing when it is
-# used; the tests say what they lack.
+# used. Tests that need a missing program are skipped with its name, and fail under CI (tests/needed.py).
 set -u
 
 package="${1:-bubblewrap}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.api.searched import evaluate_searches
 from posttrain.core import reader
 from posttrain.core.asker import asker
 from posttrain.core.env import Reward
@@ -24,7 +25,7 @@ from posttrain.core.ladder import GRPO_PROCESS
 from posttrain.core.placement import Processes
 from posttrain.core.ports import Talk
 from posttrain.core.preference_stage import OnlinePreference, Preference
-from posttrain.core.rejection import STAR, Rejection
+from posttrain.core.rejection import RFT, STAR, Regenerate, Rejection
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
@@ -45,16 +46,20 @@ BOUND = 2
 """By how many steps samples may be older in runs of faults between asking and learning."""
 AHEAD = ("ahead", "ahead_resume")
 RESUMED = ("resume", "ahead_resume")
-IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", *AHEAD)
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", *AHEAD)
 """What faults need that are planted into a reinforcement stage, or before its first step."""
 
 
 def acts_ahead(fault: Fault, deterministic: bool) -> bool:
-    """Whether a fault can act in a run of reinforcement whose groups are asked ahead. A model with a recurrent state
-    cannot be `deterministic`."""
-    if fault.needs not in IN_REINFORCEMENT or fault.name == "groups_interleaved":
+    """Whether a fault can act in a run of reinforcement whose groups are asked ahead.
+
+    A queue plays each group alone, and counts itself what was said for it. A model with a recurrent state cannot be
+    `deterministic`. Where a run is, nothing is being said when new weights come, so no turn can be given to an engine
+    of other weights.
+    """
+    if fault.needs not in IN_REINFORCEMENT or fault.name in ("groups_interleaved", "dead_engine_counted_twice"):
         return False
-    return not (deterministic and fault.needs == "state")
+    return not (deterministic and (fault.needs == "state" or fault.name == "router_mixes_versions"))
 
 
 class Twice(Arithmetic):
@@ -179,6 +184,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = _judging(run, needs, folder)
     if needs == "process":
         run = _stepwise(run)
+    if needs == "regenerate":
+        run = _regenerating(run)
     if needs in ("preference", "online", "reject"):
         run = replace(run, stages=(_stage(needs, steps),))
     return run
@@ -237,11 +244,27 @@ def _judging(run: Run, needs: str, folder: Path) -> Run:
     return replace(run, model=replace(MODEL, context=64), env=env, stages=(rl,))
 
 
-def _stepwise(run: Run) -> Run:
-    """Chains of two sums, labels of their steps, a process reward model, and RL with it."""
-    cot = Supervised(
+CHAINS = Env(name="arithmetic", args={"min_terms": 3, "max_terms": 3, "max_operand": 4}, heldout=6)
+"""Answers of two steps."""
+
+
+def _chains() -> Supervised:
+    return Supervised(
         name="sft", style="cot", wrong=0.3, steps=18, batch=64, optimizer=Optimizer(lr=1e-2, warmup=2), eval=False
     )
+
+
+def _regenerating(run: Run) -> Run:
+    """Chains of two sums, of which the wrong ones are said anew from their first wrong step."""
+    stage = _stage("reject", run.stages[-1].steps)
+    assert isinstance(stage, Rejection)
+    method = replace(RFT, weights="last", regenerate=Regenerate(separator=";"))
+    stage = replace(stage, method=method, sampling=Sampling(max_tokens=20))
+    return replace(run, model=replace(MODEL, context=64), env=CHAINS, stages=(_chains(), stage))
+
+
+def _stepwise(run: Run) -> Run:
+    """Chains of two sums, labels of their steps, a process reward model, and RL with it."""
     sampling = Sampling(max_tokens=20)
     label = StepLabeling(
         name="label",
@@ -266,16 +289,25 @@ def _stepwise(run: Run) -> Run:
         hands_on=False,
         checkpoint_every=0,
     )
-    args = {"min_terms": 3, "max_terms": 3, "max_operand": 4}
-    env = Env(name="arithmetic", args=args, heldout=6, rewards=(Reward(function="model:stage:rm"),))
+    env = replace(CHAINS, rewards=(Reward(function="model:stage:rm"),))
     rl = run.stages[-1]
     assert isinstance(rl, Reinforce)
     rl = replace(rl, algorithm=GRPO_PROCESS, sampling=sampling, eval=False)
-    return replace(run, model=replace(MODEL, context=64), env=env, stages=(cot, label, rm, rl))
+    return replace(run, model=replace(MODEL, context=64), env=env, stages=(_chains(), label, rm, rl))
+
+
+def search_run(run: Run, folder: Path) -> Path:
+    """A policy that says chains, and a process reward model of its steps, as a run folder."""
+    made = folder / "searched"
+    if not (made / "run.json").exists():
+        posttrain.run(replace(_stepwise(run), stages=_stepwise(run).stages[:-1]), out=made, quiet=True)
+    return made
 
 
 def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = False, **rl: Any) -> Caught | None:
     """Run it with the fault planted; what caught it first, or None. `rl`: settings of its reinforcement stage."""
+    if fault.needs == "search":
+        return _caught_searching(fault, model, folder)
     run = replace(smallest(fault, model, folder, **rl), deterministic=deterministic)
     out = folder / fault.name
     words = (*fault.shows, f"fault={fault.name}")
@@ -287,6 +319,16 @@ def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = Fals
     except PosttrainError as error:
         return Caught(*detector(error), reached(out, error), str(error))
     return named(out)
+
+
+def _caught_searching(fault: Fault, model: Path, folder: Path) -> Caught | None:
+    """What caught a fault of searches at inference, which take no step."""
+    made = search_run(smallest(None, model, folder), model.parent)
+    try:
+        evaluate_searches(made, *fault.shows, f"fault={fault.name}", quiet=True, allow_fault=True)
+    except PosttrainError as error:
+        return Caught(*detector(error), 0, str(error))
+    return None
 
 
 def reached(out: Path, error: BaseException) -> int:

@@ -26,7 +26,7 @@ PUBLIC = {
     # a run as data
     "posttrain.core.run": "Run Model Supervised Evaluation",
     "posttrain.core.reinforce": "Reinforce",
-    "posttrain.core.rejection": "Rejection RejectionMethod",
+    "posttrain.core.rejection": "Rejection RejectionMethod Regenerate",
     "posttrain.core.reward_model": "RewardModel",
     "posttrain.core.step_labels": "StepLabeling",
     "posttrain.core.stage": "Stage Optimizer",

@@ -218,6 +218,37 @@ def test_an_arm_is_compared_with_the_synchronous_side_of_its_round() -> None:
     assert lines["staleness"].endswith("| 4.00 | 25% | 2.00x | 1.50 | 0.700 | 0.600 | 1.25 | 50% |")
 
 
+def test_rows_are_added_and_void_ones_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row replaces an older one of its arm and seed, whoever wrote the others meanwhile. Where answers were to go on
+    under new weights and did not, a row is void."""
+    arms, results, page = asynchrony_arms, tmp_path / "arms.json", tmp_path / "page.md"
+    page.write_text(f"before\n{arms.BEGIN}\n{arms.END}\nafter\n")
+    monkeypatch.setattr(arms, "RESULTS", results)
+    monkeypatch.setattr(arms, "PAGE", page)
+    time = arms.ArmTime("overlap", 0, 2.0, 1.0, 1.0)
+    first, second = (arms.ArmAccuracy("staleness", 1, 0.5, after, 1.5, 0.4) for after in (0.6, 0.7))
+    for row in (first, time, second):
+        arms.keep(row, 2)
+    assert arms.read() == ([time], [second])
+    told = page.read_text()
+    assert told.startswith("before\n") and told.endswith("after\n") and "| 0.700 | 0.700 | 1.50 | 40% |" in told
+    may_mix = ("partial rollouts", "staleness", "no skipped forward")
+    assert {a for a in arms.ARMS if arms.ArmAccuracy(a, 0, 0.5, 0.5, 1.0, 0.0).void} == set(may_mix)
+    assert not any(arms.ArmAccuracy(a, 0, 0.5, 0.5, 1.0, 0.3).void for a in arms.ARMS)
+
+
+@pytest.mark.prove
+def test_interrupted_answers_span_versions_where_weights_do_not_wait(tmp_path: Path) -> None:
+    """Through the processes in which runs are made at once."""
+    work = [(arm, 0) for arm in ("skipped forward", "partial rollouts")]
+    model = faulty.start(tmp_path / "policy")
+    (tmp_path / "start-0").symlink_to(model)
+    small = {"steps": 6, "prompts": 2, "siblings": 2}
+    rows = asynchrony_arms.accuracies_of(work, tmp_path, tmp_path, 2, **small)
+    mixed = {r.arm: r.mixed for r in rows}
+    assert mixed["skipped forward"] == 0 and mixed["partial rollouts"] > 0
+
+
 @pytest.mark.prove
 def test_new_weights_wait_for_whole_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then every answer is said by one version; else some are said by two."""

@@ -20,6 +20,7 @@ from scripts.ci.plan import EVERY, Known, Plan, choose, shortage
 from scripts.ci.reach import RECORD, Reach, digest
 from scripts.ci.suites import TABLE as TABLE_FILE
 from scripts.ci.suites import Inputs, Suite, Table, TableError, homeless, kinds
+from tests.needed import CI, program
 
 ROOT = Path(__file__).parents[1]
 TABLE = Table.read(ROOT)
@@ -437,6 +438,28 @@ def test_what_did_not_run_or_failed_is_red(
     said = capfd.readouterr().out
     assert code == 1 and not passed.exists() and says in said, said
     assert "CI FAILED" in said.strip().splitlines()[-1]
+
+
+MISSING = """
+from tests.needed import program
+def test_b():
+    program(("no-such-browser", "nor-this-one"), "no-such-package")
+"""
+
+
+def test_a_missing_program_is_a_skip_and_under_ci_a_failure(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(CI, raising=False)
+    with pytest.raises(pytest.skip.Exception, match="no-such-package is not installed: apt-get install"):
+        program(("no-such-browser",), "no-such-package")
+    assert Path(program(("no-such-browser", "sh"), "dash")).name == "sh"
+    shutil.copy(ROOT / "tests/needed.py", tiny / "tests/needed.py")
+    code, _ = play_tiny(tiny, monkeypatch, a=GOOD, b=MISSING)
+    said = capfd.readouterr().out
+    assert code == 1 and "failed: tests/test_b.py::test_b (b)" in said and "CI does not skip what needs it" in said, (
+        said
+    )
 
 
 def test_what_hangs_or_cannot_start_is_ended_and_red(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,10 @@
-"""What code, tests and pages cite resolves in the repository: survey entries (A19), arXiv ids, laws, pains, traps,
-gaps, and the steps of the walks in docs/architecture.md."""
+"""What code, tests, pages and notebooks cite resolves in the repository: survey entries (A19), arXiv ids, laws, pains,
+traps, gaps, and the steps of the walks in docs/architecture.md."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -19,7 +20,8 @@ DOCS = ROOT / "docs"
 CITING = [
     *(p for folder in ("posttrain", "tests", "benchmarks", "tour", "scripts") for p in (ROOT / folder).rglob("*.py")),
     *ROOT.glob("*.md"),
-    *(p for folder in ("docs", "examples", "tour") for p in (ROOT / folder).rglob("*.md")),
+    *(p for folder in ("docs", "examples", "tour", "notebooks") for p in (ROOT / folder).rglob("*.md")),
+    *(ROOT / "notebooks").glob("*.ipynb"),
 ]
 CITING.remove(Path(__file__))
 """Every file that may cite, but this one, whose examples lead nowhere."""
@@ -32,6 +34,14 @@ INVENTED = {"tests/laws/test_open_pieces.py": {"2501.00001"}}
 """Ids that a test makes up."""
 SANDBOX = re.compile(r"tests/rooms/test_(?:sandbox\w*|hostile_cases)\.py|docs/hostile-cases\.md")
 """Files that cite traps of the sandbox, which are rows of docs/hostile-cases.md."""
+
+
+def text_of(path: Path) -> str:
+    """A file's text; of a notebook that of its cells, without what they printed and drew."""
+    text = path.read_text()
+    if path.suffix != ".ipynb":
+        return text
+    return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
 
 
 @cache
@@ -71,7 +81,7 @@ def nowhere(text: str, path: str) -> list[str]:
 
 
 def test_every_citation_leads_somewhere() -> None:
-    found = {str(p.relative_to(ROOT)): nowhere(p.read_text(), str(p.relative_to(ROOT))) for p in CITING}
+    found = {str(p.relative_to(ROOT)): nowhere(text_of(p), str(p.relative_to(ROOT))) for p in CITING}
     wrong = [f"{path}: {', '.join(marks)}" for path, marks in sorted(found.items()) if marks]
     assert not wrong, "no entry in docs/papers.md, laws.md, pains.md or hostile-cases.md:\n" + "\n".join(wrong)
 
@@ -86,13 +96,21 @@ def test_the_pages_are_whole() -> None:
     assert not [x for x in sorted(entries()) if SURVEY.fullmatch(x) and x not in used]
 
 
-def test_the_test_itself_finds_what_leads_nowhere() -> None:
+def test_the_test_itself_finds_what_leads_nowhere(tmp_path: Path) -> None:
     text = "(A99), arXiv 2599.99999, law 9, laws 2 and 31, Pain 26, trap 21; A05, 2402.03300, Laws 2, 3 and 6, trap 4"
     assert nowhere(text, "posttrain/x.py") == ["2599.99999", "A99", "law 31", "law 9", "pain 26", "trap 21"]
     assert nowhere("F.2 item 3, F.2 items 2 and 99, F.1.9, F.3.2", "x") == ["F.1.9", "F.2 item 99"]
     assert nowhere("trap 15, trap 14", "docs/hostile-cases.md") == ["sandbox trap 15"]
     assert nowhere('source="G31; G17"', "posttrain/faults/world.py") == ["G31"]
     assert "pain 10" in set(cited("(pain 10, trl#2175)", "x")) and not list(cited("gap 1.8, B2, sha A123", "x"))
+    cells = [{"source": ["see A99\n", "and law 31"], "outputs": [{"text": "pain 99"}]}, {"source": "F.1.9"}]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    assert nowhere(text_of(tmp_path / "a.ipynb"), "notebooks/a.ipynb") == ["A99", "F.1.9", "law 31"]
+
+
+def test_notebooks_may_cite() -> None:
+    there = {p.name for p in CITING if p.parent.name == "notebooks"}
+    assert {p.name for p in (ROOT / "notebooks").glob("*.ipynb")} <= there and len(there) >= 6
 
 
 STEP = re.compile(r"^\| (?P<what>[^|]+) \| `(?P<file>[\w/.]+)` \| `(?P<name>[\w.]+)` \|$", re.M)

@@ -95,6 +95,15 @@ def test_links_turn_into_those_of_the_site() -> None:
         stage.text("[x](gone.md)", "docs/recipes.md", "recipes")
 
 
+def test_a_date_is_not_cut() -> None:
+    rows = "| 2026-11-23 | law | a |\n| H-07 | b |\n| a-07 | c |\n    | 2026-11-23 | d |"
+    assert Stage(ROOT, PAGES).text(rows, "docs/recipes.md", "recipes").splitlines() == [
+        '| <span class="uncut">2026-11-23</span> | law | a |',
+        '| <span class="uncut">H-07</span> | b |',
+        *("| a-07 | c |", "    | 2026-11-23 | d |"),
+    ]
+
+
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda p: p.name)
 def test_a_picture_is_of_its_command_and_asks_nobody(picture: Picture) -> None:
     text = (ROOT / f"docs/pictures/{picture.name}.svg").read_text(encoding="utf-8")

@@ -119,10 +119,10 @@ MINIATURE = Miniature(
     ),
     source="DAPO 2503.14476; the asymmetry of clips 2509.26114",
     setup=(
-        "Tables for 16 prompts; three free tokens that the reward does not depend on, of 16 kinds, the k-th weighing"
-        " k^-1.5, then one that it does; 8 siblings; SGD that moves a sampled token's logit by .05 times its credit in"
-        " an update; 60 steps. Plateau: the reward is a coin of rate .3. Learning: the last token is right one time in"
-        " fifty at first. Entropy of the free tokens, exactly."
+        "Tables for 16 prompts. An answer has three free tokens of 16 kinds, the k-th weighing k^-1.5, on which the"
+        " reward does not depend, then one on which it does. 8 siblings, 60 steps. SGD moves a sampled token's logit"
+        " by .05 times its credit in an update. Plateau: the reward is a coin of rate .3. Learning: the last token is"
+        " right one time in fifty at first. Entropy of the free tokens, exactly."
     ),
     predicted=(
         "With 4 updates a step entropy ends higher under .2/.28 in both worlds, and at accuracy .5 too; with one update"
@@ -130,21 +130,21 @@ MINIATURE = Miniature(
         " were run)."
     ),
     verdict=(
-        "Holds where the clip stops rare tokens and not popular ones. A rare token that the reward does not depend on"
-        " moves up by .18 (log 1.2) and down by .22 (-log .8) whenever it is sampled, which at accuracies below one"
-        " half is downwards in the mean; .28 takes it up by .25. On the plateau single updates spend .09 of 1.86 nats,"
-        " clip-higher .71, a symmetric clip .95."
+        "Holds where the clip stops rare tokens and not popular ones. Whenever a rare token on which the reward does"
+        " not depend is sampled, it moves up by .18 (log 1.2) or down by .22 (-log .8). At accuracies below one half"
+        " that is downwards in the mean. With .28 it moves up by .25. On the plateau single updates spend .09 of 1.86"
+        " nats, clip-higher .71, a symmetric clip .95."
     ),
     play=play,
     judge=judge,
     seeds=tuple(range(8)),
     notes=(
         (
-            "Where popular tokens run into the clip too, little is left of it: with 16 updates of the same size, a"
-            " third of all tokens clipped, the difference at the end was -.013 (interval -.059 to +.033) on the plateau"
-            " and +.031 (+.001 to +.062) while learning, on the same seeds. Above accuracy one half both clips let"
-            " entropy rise. Worlds that gave nothing are named on the registered page and under [Entropy and trust"
-            " regions](#entropy-and-trust-regions)."
+            "Where popular tokens run into the clip too, little is left of it. With 16 updates of the same size a"
+            " third of all tokens were clipped. The difference at the end was then -.013 (interval -.059 to +.033) on"
+            " the plateau and +.031 (+.001 to +.062) while learning, on the same seeds. Above accuracy one half both"
+            " clips let entropy rise. Worlds that gave nothing are named on the registered page and under [Entropy"
+            " and trust regions](#entropy-and-trust-regions)."
         ),
     ),
     picture=Picture("Clip-higher and rare tokens", "step", "entropy a free token (nats)"),

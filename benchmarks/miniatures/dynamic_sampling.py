@@ -94,8 +94,9 @@ MINIATURE = Miniature(
     ),
     source="DAPO 2503.14476",
     setup=(
-        "a + b mod 11 by a network of 64 hidden units that imitated answers, 98 % of them right for every other prompt"
-        " and 5 % for the rest; 16 groups of 8 siblings a step, Adam 4e-3, 150 steps. DAPO with and without its filter."
+        "a + b mod 11 by a network of 64 hidden units that imitated answers. For every other prompt 98 % of these"
+        " were right, for the rest 5 %. 16 groups of 8 siblings a step, Adam 4e-3, 150 steps. DAPO with and without"
+        " its filter."
     ),
     predicted=(
         "Share of groups with spread 1 against 1 - p^G - (1-p)^G; fewer update steps to 80 % with the filter. Samples"

@@ -78,20 +78,20 @@ MINIATURE = Miniature(
     name="few_prompts",
     item="F.2 item 17, published F.1.8",
     claim=(
-        "On a tiny set of prompts, scaling within each group overfits and a scale over the step does not (30 AIME"
-        " problems: GRPO trains to 95 % and keeps a test pass@16 of .4 %, REINFORCE++ to 71 % and keeps 40 %)."
+        "On a tiny set of prompts, scaling within each group overfits and a scale over the step does not. On 30 AIME"
+        " problems GRPO trains to 95 % and keeps a test pass@16 of .4 %, REINFORCE++ trains to 71 % and keeps 40 %."
     ),
     source="REINFORCE++ 2501.03262",
     setup=(
-        "a + b mod 11 by a network of 64 hidden units that imitated answers, 30 % of them put right; 16 of the 121"
-        " prompts are trained on, the other 105 tested; 8 siblings, all 16 prompts every step, Adam 4e-3, 150 steps,"
+        "a + b mod 11 by a network of 64 hidden units that imitated answers, 30 % of them put right. 16 of the 121"
+        " prompts are trained on, the other 105 tested. 8 siblings, all 16 prompts every step, Adam 4e-3, 150 steps,"
         " no KL."
     ),
     predicted="Test pass@16 after training: REINFORCE++ > GRPO.",
     verdict=(
-        "Does not hold here. All three fit the 16 prompts and forget the others alike; at equal train accuracy they are"
-        " one curve, and at the end GRPO is slightly ahead. The published runs were compared at different train"
-        " accuracies (95 % and 71 %), and that is where the sign comes from in [Few prompts, half of them"
+        "Does not hold here. All three fit the 16 prompts and forget the others alike. At equal train accuracy they"
+        " are one curve, and at the end GRPO is slightly ahead. The published runs were compared at different train"
+        " accuracies (95 % and 71 %). That is where the sign comes from in [Few prompts, half of them"
         " hard](#few-prompts-half-of-them-hard)."
     ),
     play=play,

@@ -85,25 +85,25 @@ MINIATURE = Miniature(
     name="hard_few",
     item="F.2 item 17, published F.1.8",
     claim=(
-        "On few prompts, many of them hard, REINFORCE++ keeps test pass@k that GRPO loses (30 AIME problems: GRPO 95 %"
-        " on train and .4 % test pass@16, REINFORCE++ 71 % and 40 %)."
+        "On few prompts, many of them hard, REINFORCE++ keeps test pass@k that GRPO loses. On 30 AIME problems GRPO"
+        " reaches 95 % on train and .4 % test pass@16, REINFORCE++ 71 % and 40 %."
     ),
     source="REINFORCE++ 2501.03262",
     setup=(
-        "a + b mod 11 by a network of 64 hidden units that imitated answers: every other prompt was put right six times"
-        " in ten, the rest never. 16 of the 121 prompts are trained on, the other 105 tested; 64 siblings, all 16"
-        " prompts every step, SGD .1, 70 steps, no KL. Read at the step at which GRPO reaches .9 on train."
+        "a + b mod 11 by a network of 64 hidden units that imitated answers. Every other prompt was put right six"
+        " times in ten, the rest never. 16 of the 121 prompts are trained on, the other 105 tested. 64 siblings, all"
+        " 16 prompts every step, SGD .1, 70 steps, no KL. Read at the step at which GRPO reaches .9 on train."
     ),
     predicted=(
-        "There REINFORCE++ is lower on train and higher on test pass@16; at equal train accuracy they agree;"
-        " REINFORCE++-baseline, which has only the scale in common with it, is not above GRPO"
-        " ([registered](miniatures-registered.md#few-prompts-f2-item-17) before these seeds were run)."
+        "There REINFORCE++ is lower on train and higher on test pass@16. At equal train accuracy they agree."
+        " REINFORCE++-baseline, which has only the scale in common with it, is not above GRPO."
+        " ([Registered](miniatures-registered.md#few-prompts-f2-item-17) before these seeds were run.)"
     ),
     verdict=(
-        "Holds after as many steps, on every seed, and because REINFORCE++ is slower: at equal train accuracy the two"
-        " are one curve, so it keeps what it has not yet traded for the hard prompts. The scale over the step is not"
-        " what does it (the baseline form has it and loses more than GRPO), so it is the centring over the step that"
-        " slows it."
+        "Holds after as many steps, on every seed, because REINFORCE++ is slower. At equal train accuracy the two"
+        " are one curve: it keeps what it has not yet traded for the hard prompts. The scale over the step is not"
+        " what does it, since the baseline form has it and loses more than GRPO. So it is the centring over the step"
+        " that slows it."
     ),
     play=play,
     judge=judge,
@@ -112,8 +112,8 @@ MINIATURE = Miniature(
         (
             "Where it does not hold: prompts of one difficulty ([Overfitting on few"
             " prompts](#overfitting-on-few-prompts)), few siblings, and a graded reward whose differences are tiny"
-            " where all siblings are right or all wrong, where GRPO kept more test pass@16 than REINFORCE++, not less."
-            " All worlds tried are on the registered page with their numbers."
+            " where all siblings are right or all wrong. With the last one GRPO kept more test pass@16 than"
+            " REINFORCE++, not less. All worlds tried are on the registered page with their numbers."
         ),
     ),
     picture=Picture("Few prompts, half of them hard", "step", "test pass@16"),

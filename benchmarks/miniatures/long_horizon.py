@@ -177,28 +177,28 @@ MINIATURE = Miniature(
     name="long_horizon",
     item="F.2 item 25",
     claim=(
-        "With one reward after a long answer a critic that bootstraps (lambda .95) hardly hears of it: decoupled GAE"
-        " gives the critic lambda 1 and keeps a short one for the policy; VAPO lets the policy's grow with the answer,"
-        " 1 - 1 / (alpha l)."
+        "With one reward after a long answer a critic that bootstraps (lambda .95) hardly hears of it. Decoupled GAE"
+        " gives the critic lambda 1 and keeps a short one for the policy. VAPO lets the policy's grow with the"
+        " answer, 1 - 1 / (alpha l)."
     ),
     source="VC-PPO 2503.01491, VAPO 2504.05118",
     setup=(
-        "One prompt, 64 or 256 tokens of 4 kinds; eight, evenly spread from the first, are choices, right eight times"
-        " in ten at first; reward 1 if all eight are (.17 at first). A value for each position and for whether all"
-        " choices so far were right, 0 at first. 32 answers a step, SGD, values move by up to .3 of their error; five"
-        " steps for the values alone, then 40. Success and value error (mean squared, on track) are exact. And 16"
-        " tokens with values that move by .01 of their error."
+        "One prompt, 64 or 256 tokens of 4 kinds. Eight of them, evenly spread from the first, are choices, right"
+        " eight times in ten at first. The reward is 1 if all eight are right (.17 at first). There is a value for"
+        " each position and for whether all choices so far were right, 0 at first. 32 answers a step, SGD, values"
+        " move by up to .3 of their error. Five steps are for the values alone, then 40. Success and value error"
+        " (mean squared, on track) are exact. Once more with 16 tokens and values that move by .01 of their error."
     ),
     predicted=(
-        "Value error and success are better with critic 1 than with .95 at 64, and more so at 256; `vapo` as the ladder"
-        " has it is above .9 at 256; with slow values on 16 tokens alpha 1 is above .05"
-        " ([registered](miniatures-registered.md#long-horizons-f2-item-25) before these seeds were run)."
+        "Value error and success are better with critic 1 than with .95 at 64, and more so at 256. `vapo` as the"
+        " ladder has it is above .9 at 256. With slow values on 16 tokens alpha 1 is above .05."
+        " ([Registered](miniatures-registered.md#long-horizons-f2-item-25) before these seeds were run.)"
     ),
     verdict=(
-        "Holds, and grows with the length. At 256 tokens PPO's critic never comes near, while `vapo`, whose lambda is"
-        " .92 there, gets ahead of everything; lambda 1 for both learns more slowly, since every choice answers for the"
-        " luck of the others. The published alpha asks for values that know: with slow ones, as in the common table's"
-        " short runs, a lambda of 0 is worse than one that looks at the end."
+        "Holds, and grows with the length. At 256 tokens PPO's critic never comes near, while `vapo`, whose lambda"
+        " is .92 there, gets ahead of everything. Lambda 1 for both learns more slowly, since every choice answers"
+        " for the luck of the others. The published alpha asks for values that know. With slow ones, as in the common"
+        " table's short runs, a lambda of 0 is worse than one that looks at the end."
     ),
     play=play,
     judge=judge,

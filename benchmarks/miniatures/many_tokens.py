@@ -145,22 +145,22 @@ MINIATURE = Miniature(
     ),
     source="TIS (A25), DPPO 2602.04879",
     setup=(
-        "Tables for 8 prompts; 16 tokens of 8 kinds, token 0 right everywhere and said nine times in ten at first; the"
-        " reward is the share of right tokens plus what the prompt pays for any answer, N(0, 1). The sampler adds N(0,"
-        " s) to every logit. 16 siblings, Adam .05, one update a step, 60 steps. Credit of REINFORCE++ without KL; GRPO"
-        " as the control. Share of right tokens of the undisturbed policy, exactly."
+        "Tables for 8 prompts, 16 tokens of 8 kinds. Token 0 is right everywhere and said nine times in ten at"
+        " first. The reward is the share of right tokens plus what the prompt pays for any answer, N(0, 1). The"
+        " sampler adds N(0, s) to every logit. 16 siblings, Adam .05, one update a step, 60 steps. Credit of"
+        " REINFORCE++ without KL; GRPO as the control. Share of right tokens of the undisturbed policy, exactly."
     ),
     predicted=(
-        "No correction falls at s = 1 and its mismatch KL grows; token TIS stays within .05 of s = 0; DPPO does at s ="
-        " .5 and not at s = 1; GRPO needs nothing"
-        " ([registered](miniatures-registered.md#token-level-corrections-f2-item-10) before these seeds were run)."
+        "No correction falls at s = 1 and its mismatch KL grows. Token TIS stays within .05 of s = 0. DPPO does at s"
+        " = .5 and not at s = 1. GRPO needs nothing."
+        " ([Registered](miniatures-registered.md#token-level-corrections-f2-item-10) before these seeds were run.)"
     ),
     verdict=(
-        "Holds for credit that does not compare siblings. Where the credit of a prompt's answers does not average to 0,"
-        " E[grad log pi] = mu - pi under the sampler makes the learner imitate its own noise on prompts that pay more"
-        " than the rest, at every token; start/mu on that token restores 0. GRPO subtracts the prompt's mean and is"
-        " spared. DPPO's mask is right in small doses; at s = 1 it silences tokens that the noise alone had moved and"
-        " loses more than TIS."
+        "Holds for credit that does not compare siblings. Where the credit of a prompt's answers does not average to"
+        " 0, the learner imitates the sampler's noise at every token of prompts that pay more than the rest: E[grad"
+        " log pi] = mu - pi under the sampler. The weight start/mu on that token restores 0. GRPO subtracts the"
+        " prompt's mean and is spared. DPPO's mask is right in small doses. At s = 1 it silences tokens that the"
+        " noise alone had moved, and loses more than TIS."
     ),
     play=play,
     judge=judge,
@@ -168,10 +168,10 @@ MINIATURE = Miniature(
     notes=(
         (
             "Not as predicted: token TIS with its usual cap of 2 loses .04 in the mean at s = 1 and more than .05 on"
-            " two seeds of five; with a cap of 10 (added afterwards) within .05 on all. The mismatch KL did not grow"
-            " over the run (.173 and .172 without correction); it fell under TIS. What one token's ratio cannot repair"
-            " is in [Train/inference mismatch](#traininference-mismatch): there a token's worth depends on later"
-            " tokens."
+            " two seeds of five. With a cap of 10 (added afterwards) it is within .05 on all. The mismatch KL did not"
+            " grow over the run (.173 and .172 without correction); it fell under TIS. What one token's ratio cannot"
+            " repair is in [Train/inference mismatch](#traininference-mismatch): there a token's worth depends on"
+            " later tokens."
         ),
     ),
     picture=Picture(

@@ -13,20 +13,18 @@ For people who want to see a published effect with their own eyes. After this pa
 seconds, and know which way it
 points.
 
-Each effect below was published for large models and is replayed here in seconds on one core: a tabular softmax or a \
-small
-network over short answers, driven through the library's own `credit_step`, `weigh`, `choose` and `objective`, so the \
-thing under
-test is the algorithm that `posttrain run` uses and not a copy of it. The sign was predicted (it is the survey's) before
-anything was measured; worlds, step sizes and the margins of what is asserted were settled afterwards, and where a \
-first world did not
-show the effect, the section says which and what it gave. So these are demonstrations that can be rerun, not blind \
-tests. A miniature shows that a mechanism exists and which way it points; it says nothing about its size in a large \
-model.
+Each effect below was published for large models and is replayed here in seconds on one core. The policy is a tabular
+softmax or a small network, and answers are short. It is driven through the library's own `credit_step`, `weigh`,
+`choose` and `objective`: the thing under test is the algorithm that `posttrain run` uses and not a copy of it.
+
+The sign was predicted before anything was measured; it is the survey's. Worlds, step sizes and the margins of what is
+asserted were settled afterwards. Where a first world did not show the effect, the section says which and what it gave.
+So these are demonstrations that can be rerun, not blind tests. A miniature shows that a mechanism exists and which way
+it points; it says nothing about its size in a large model.
 
 Written by `python -m benchmarks.miniatures all`; `make prove` repeats every one on its seeds and asserts the statements
-under "asserted". Where a first world had not shown the effect and a second was made for it, what was written down \
-before the runs is in [miniatures-registered.md](miniatures-registered.md). Length bias (F.3.1) and the KL table \
+under "asserted". For some effects a second world was made, because the first did not show them. What was written down
+before those runs is in [miniatures-registered.md](miniatures-registered.md). Length bias (F.3.1) and the KL table
 (A34) are in `tests/laws/`.
 """
 

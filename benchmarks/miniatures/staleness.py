@@ -84,14 +84,14 @@ MINIATURE = Miniature(
     name="staleness",
     item="F.2 item 11",
     claim=(
-        "Answers from older weights: a clip around the sampler (naive PPO) silences ever more of them, a clip around"
-        " the learner at the start of the step with a weight start/mu (decoupled) does not; masking the second moment"
-        " (M2PO) sits between."
+        "Answers from older weights. A clip around the sampler (naive PPO) silences ever more of them. A clip around"
+        " the learner at the start of the step, with a weight start/mu (decoupled), does not. Masking the second"
+        " moment (M2PO) sits between."
     ),
     source="AReaL 2505.24298, M2PO 2510.01161",
     setup=(
-        "a + b mod 11 by a network of 64 hidden units that imitated answers, 30 % of them put right; 16 groups of 8,"
-        " one update a step, Adam 4e-3, 60 steps; answers come from the weights of eta steps ago. Accuracy of the"
+        "a + b mod 11 by a network of 64 hidden units that imitated answers, 30 % of them put right. 16 groups of 8,"
+        " one update a step, Adam 4e-3, 60 steps. Answers come from the weights of eta steps ago. Accuracy of the"
         " newest weights, exactly."
     ),
     predicted=(

@@ -112,8 +112,8 @@ MINIATURE = Miniature(
     ),
     source="GDPO 2601.05242",
     setup=(
-        "32 prompts; an answer is a format token (right half the time at first) and an answer token (right in one of"
-        " twelve); rewards 0 or 1 for each, and a second time with the format worth 4; a network of 64 hidden units, 8"
+        "32 prompts. An answer is a format token (right half the time at first) and an answer token (right in one of"
+        " twelve). Each is rewarded with 0 or 1; a second time the format is worth 4. A network of 64 hidden units, 8"
         " siblings, all prompts every step, Adam 2e-3, 150 steps, no KL."
     ),
     predicted="Both rise under GDPO; the hard one rises later and less under GRPO on the sum.",

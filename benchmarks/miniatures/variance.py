@@ -87,7 +87,7 @@ MINIATURE = Miniature(
     source="RLOO 2402.14740",
     setup=(
         "Total variance (trace of the covariance) of the gradient of 64 samples: 16 prompts x 4, 32 x 2, or 64 x 1,"
-        " drawn anew 60 times; 64 prompts of 10 actions with rewards 1.5 + N(0, 1) for the prompt + N(0, .5) for the"
+        " drawn anew 60 times. 64 prompts of 10 actions; a reward is 1.5 + N(0, 1) for the prompt + N(0, .5) for the"
         " action. A second world has no prompt term."
     ),
     predicted=(

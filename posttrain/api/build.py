@@ -26,6 +26,7 @@ from posttrain.controller.parts import RunParts, StageSetting, nothing_is_kept, 
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.book import Book
+from posttrain.core.engines import Embedded
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Environment, Reference, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
@@ -201,9 +202,30 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
     return FrozenScorer(other)
 
 
-def opponent_of(run: Run, policy: Policy, roles: PolicyRoles, reference: Reference, share: float) -> Opponent:
+@dataclass(frozen=True)
+class Sleepers:
+    """The engines of a run in this process. Where the run asks for it, all of them sleep while the learner works."""
+
+    run: Run
+    engines: list[EmbeddedEngine] = field(default_factory=list[EmbeddedEngine])
+
+    def __call__(self) -> None:
+        if isinstance(self.run.engine, Embedded) and self.run.engine.sleep:
+            for engine in self.engines:
+                engine.sleep()
+
+    def add(self, engine: Sampler) -> Sleepers:
+        """These and one more, where it is in this process."""
+        self.engines.extend([engine] if isinstance(engine, EmbeddedEngine) else [])
+        return self
+
+
+def opponent_of(
+    run: Run, policy: Policy, roles: PolicyRoles, sleepers: Sleepers, reference: Reference, share: float
+) -> Opponent:
     """Who plays against the policy with this share of the reference."""
     engine = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
+    sleepers.add(engine)
     follows = None if share == 1 else Sync(roles.learner, engine, probe_ids(policy), run.model.dtype)
     return Opponent(engine, follows)
 
@@ -297,6 +319,11 @@ class TrainedJudges:
         return found
 
 
+def _say_judges(roles: PolicyRoles, say: Callable[[str], None]) -> None:
+    for line in (j.line for j in roles.rollout.judges if isinstance(j, ModelJudge)):
+        say(line)
+
+
 def _check_optimizers(run: Run, parameters: list[str]) -> None:
     """ConfigError for a pattern that fits no parameter, or an optimizer whose package is not installed."""
     for stage in run.stages:
@@ -326,9 +353,8 @@ def make_parts(
     if run.model.compile:
         say("compiling the learner's layers (model.compile=true) ...")
         say(learner.compile(packed_text(probe_ids(policy))))
-    others = others or {}
-    for line in (j.line for j in roles.rollout.judges if isinstance(j, ModelJudge)):
-        say(line)
+    others, sleepers = others or {}, Sleepers(run)
+    _say_judges(roles, say)
 
     def close() -> None:
         keep_timeline(roles.engine, book.folder)
@@ -350,7 +376,7 @@ def make_parts(
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
         freeze=lambda: freeze(learner),
         teacher=lambda path: make_teacher(run, path, policy),
-        oppose=lambda reference, share: opponent_of(run, policy, roles, reference, share),
+        oppose=lambda reference, share: opponent_of(run, policy, roles, sleepers, reference, share),
         optimize=partial(make_optimizer, run.model, learner),
         settings={
             s.name: StageSetting(others[s.name], _own_rollout(run, s, models, roles.rollout, others[s.name]))
@@ -363,5 +389,6 @@ def make_parts(
         trackers=trackers,
         close=close,
         idle=roles.engine.idle if isinstance(roles.engine, EmbeddedEngine) else nothing_waits,
+        sleep=sleepers.add(roles.engine),
         forget=roles.engine.forget if isinstance(roles.engine, EmbeddedEngine) else nothing_is_kept,
     )

@@ -10,6 +10,7 @@ from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.given import Given
 from posttrain.core.ports import Environment
+from posttrain.core.rejection import Rejection
 from posttrain.core.run import Run
 from posttrain.core.stage import Stage
 from posttrain.environment.make import environment
@@ -26,6 +27,10 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
             raise ConfigError(why)
         if stage.hinted:
             hints(env)
+        if isinstance(stage, Rejection) and stage.method.regenerate is not None:
+            for reward in config.rewards:
+                if reward.judge or reward.steps != "score":
+                    raise ConfigError(stage.judged_alone(reward.function))
         if stage.judged is not None and stage.judged not in judgements(env).kinds:
             offered = ", ".join(judgements(env).kinds)
             raise ConfigError(

@@ -70,6 +70,7 @@ ALLOWED: Mapping[str, str] = {
     "Embedded.cache_gib": "memory of the cache",
     "Embedded.budget": "positions of a forward pass",
     "Embedded.retain": "tokens that stay in the cache",
+    "Embedded.sleep": "whether the cache is freed while the learner works",
     "Embedded.timeline": "whether a timeline is written",
 }
 """Fields (`Class.field`) that may change when a run goes on, and what the change does."""

@@ -22,6 +22,7 @@ from posttrain.api.environments import make_environment
 from posttrain.api.handed import HandedObjects, setting_words
 from posttrain.api.hub import is_hub, push, ready, repository_of
 from posttrain.api.request import RunOptions, requested
+from posttrain.api.search_words import asks_search
 from posttrain.api.summary import show_report
 from posttrain.api.target import check_target, run_and_checkpoint, target_run
 from posttrain.core.abilities import declared
@@ -125,7 +126,7 @@ def evaluate(
         check_target(target, checkpoint)
     objects = HandedObjects(None if isinstance(env, str) else env, rewards)
     overrides = (f"env={env}", *overrides) if isinstance(env, str) else overrides
-    run, weights, given = _asked_run(target, checkpoint, overrides, objects, quiet, trust)
+    run, weights, given = asked_run(target, checkpoint, overrides, objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = _contract(run, max_tokens, temperature)
     from posttrain.api.build import make_policy, make_roles
@@ -174,10 +175,14 @@ async def _measured(
     return await measure(roles.rollout, environment.heldout, sampling, how)
 
 
-def _asked_run(
+def asked_run(
     target: str | Path, checkpoint: str, overrides: tuple[str, ...], handed: HandedObjects, quiet: bool, trust: bool
 ) -> tuple[Run, Path | None, Given]:
     """(the run whose environment and model are evaluated, the weights to load into its policy or None, the objects)."""
+    if asks_search(overrides):
+        raise ConfigError(
+            "searches have a report of their own: posttrain.api.searched.evaluate_searches(target, *words)"
+        )
     kept: list[Given] = []
 
     def change(run: Run) -> Run:

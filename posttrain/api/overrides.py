@@ -24,7 +24,7 @@ from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, closest, nearest
 from posttrain.core.ladders import LADDERS, AnyAlgorithm, algorithm_type, named_algorithm, stage_choices
 from posttrain.core.preference import PreferenceAlgorithm
-from posttrain.core.rejection import RejectionMethod, named_method
+from posttrain.core.rejection import Regenerate, RejectionMethod, named_method
 from posttrain.core.replay import Replay
 from posttrain.core.run import Model, Run
 from posttrain.core.stage import Optimizer, Stage
@@ -172,6 +172,10 @@ def _replay(_: Replay | None, word: str) -> Replay:
     return Replay(size=cast("int", read(int, word, "replay")))
 
 
+def _regenerate(_: Regenerate | None, word: str) -> Regenerate:
+    return Regenerate(completions=cast("int", read(int, word, "method.regenerate")))
+
+
 def _optimizer(optimizer: Optimizer, word: str) -> Optimizer:
     return replace(optimizer, kind=read(tree.hints(Optimizer)["kind"], word, "optimizer"))
 
@@ -184,11 +188,12 @@ SHORT: dict[type, Callable[[Any, str], Any]] = {
     RejectionMethod: _method,
     Lora: _lora,
     Replay: _replay,
+    Regenerate: _regenerate,
     Optimizer: _optimizer,
 }
 """Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`, `method=NAME`, `model.lora=RANK`,
-`rl.replay=SIZE`, `optimizer=KIND`."""
-BEGUN: dict[type, Any] = {Lora: Lora(), Replay: Replay()}
+`rl.replay=SIZE`, `method.regenerate=COMPLETIONS`, `optimizer=KIND`."""
+BEGUN: dict[type, Any] = {Lora: Lora(), Replay: Replay(), Regenerate: Regenerate()}
 """Groups of settings that are none until one of them is set, and what they are then."""
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from posttrain.search.curves import SearchPoint
+
 NO_MATPLOTLIB = "matplotlib is not installed. Run: pip install matplotlib"
 FORMATS = (".svg", ".png", ".pdf")
 HELD_OUT = ("eval/accuracy", "eval/reward")
@@ -58,8 +60,8 @@ def plot(
     given = [folders] if isinstance(folders, str | Path) else list(folders)
     if not 1 <= len(given) <= MOST_RUNS:
         raise ConfigError(f"plot draws 1 to {MOST_RUNS} runs: {len(given)} were given")
-    if out is not None and Path(out).suffix not in FORMATS:
-        raise ConfigError(f"--out {out}: its ending says what is written; use one of {', '.join(FORMATS)}")
+    if out is not None:
+        check_out(out)
     runs = [read_outcome(f) for f in given]
     drawn = {gauge: [_curves(of, gauge) for of in runs] for gauge in dict.fromkeys(gauges)}
     for gauge in [g for g, curves in drawn.items() if not any(curves)]:
@@ -154,6 +156,57 @@ def smooth(curve: Curve, share: float = 0.1) -> Curve:
     values = [y for _, y in curve]
     parts = [values[max(0, i + 1 - n) : i + 1] for i in range(len(values))]
     return tuple((x, math.fsum(part) / len(part)) for (x, _), part in zip(curve, parts, strict=True))
+
+
+def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> Figure:
+    """Accuracy against tokens said for a task: a line for each kind of search, with 95 % intervals over tasks, and grey
+    through what nothing else is better than for as few tokens.
+
+    Args:
+        out: the file that is written; its ending says how (.svg, .png, .pdf).
+
+    Raises:
+        ConfigError: a file of another kind.
+    """
+    from posttrain.search.curves import frontier
+
+    check_out(out)
+    families: dict[str, list[SearchPoint]] = {}
+    for p in sorted((p for p in points if p.accuracy.prompts), key=lambda p: p.tokens):
+        families.setdefault("one answer" if p.name == "one answer" else p.kind.family, []).append(p)
+    with _matplotlib():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        axis = figure.subplots()
+        front = frontier(points)
+        xs, ys = [p.tokens for p in front], [p.accuracy.mean for p in front]
+        axis.plot(xs, ys, color="#999999", linewidth=4, alpha=0.35, zorder=0)
+        for i, (family, own) in enumerate(families.items()):
+            xs, ys = [p.tokens for p in own], [p.accuracy.mean for p in own]
+            colour, line = COLOURS[i % len(COLOURS)], "-" if i < len(COLOURS) else "--"
+            low = [p.accuracy.mean - max(p.accuracy.low, 0.0) for p in own]
+            high = [min(p.accuracy.high, 1.0) - p.accuracy.mean for p in own]
+            axis.errorbar(
+                xs, ys, (low, high), color=colour, linestyle=line, marker="o", markersize=4, capsize=3, label=family
+            )
+            for x, y, p in zip(xs, ys, own, strict=True):
+                axis.annotate(p.kind.size, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7, color=colour)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel("tokens said for a task")
+        axis.set_ylabel("accuracy on held-out tasks")
+        axis.set_title(_text(title), fontsize=9)
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=8)
+        files.write_file(Path(out), _written(shown_by_notebooks(figure), Path(out).suffix[1:]), durable=False)
+    return figure
+
+
+def check_out(out: str | Path) -> None:
+    """ConfigError for a file of a kind that is not written."""
+    if Path(out).suffix not in FORMATS:
+        raise ConfigError(f"--out {out}: its ending says what is written; use one of {', '.join(FORMATS)}")
 
 
 def _curves(of: RunOutcome, gauge: str) -> dict[str, Curve]:

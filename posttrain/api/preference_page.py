@@ -44,14 +44,19 @@ Names that mean two things elsewhere: `ipo` reads sums as the paper does, and TR
 is absolute (`fixedmargin`), and `ratiomargin` is gamma / beta. TRL's `beta` of ORPO is `coef`. Its `label_smoothing` is
 `noise=conservative` in CPO, TPO and AOT, `noise=robust` in its `robust`, and `link.rate` in `exo`.
 
-The lines at the end of the tree draw their own pairs, in a stage of the type `OnlinePreference`: the environment or a
+The lines with `pairs` in their formulas draw their own, in a stage of the type `OnlinePreference`: the environment or a
 reward model judges what was sampled. `xpo` and `nash_md` play against an opponent, which says the second completion of
-each prompt: the reference, or a mixture of policy and reference in which the logits of every token are mixed. It is an
-engine of its own beside the policy's (`engine=embedded`; vLLM samples one model and is refused), and the policy's part
-of it gets every push. What it says is recorded with version -4, counts in no gauge of the policy, and its log-probs are
+each prompt: the reference, or a mixture of policy and reference in which the logits of every token are mixed. With \
+`rso` the reference
+says all of them, and the pairs are made of those that statistical rejection sampling keeps. An opponent is an engine \
+of its own
+beside the policy's (`engine=embedded`; vLLM samples one model and is refused), and the policy's part of it gets every
+push. What it says is recorded with version -4, counts in no gauge of the policy, and its log-probs are
 compared with those of the mixture.
 
-`make parity` computes the loss and the gradient of all weights beside TRL's own loss code, for every loss that TRL has.
+`make parity` computes the loss and the gradient of all weights beside TRL's own loss code, for every loss type of its \
+preference trainers
+(AlphaPO, the `alpha` of its `CPOConfig`, is no line of this ladder).
 
 """
 

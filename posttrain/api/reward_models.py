@@ -172,7 +172,7 @@ class RewardModels:
         if path.startswith(STAGE):
             name = path.removeprefix(STAGE)
             assert self._folder is not None
-            member = _as_member(name, _frozen(stage_policy(self._folder, name)), None)
+            member = _as_member(name, _frozen(stage_policy(self._folder, name, beside=self._policy)), None)
             return replace(member, stage=name)
         return reward_member(self._run, path, self._policy)
 
@@ -218,9 +218,19 @@ def judges_of(run: Run, policy: Policy, folder: Path | None) -> tuple[ModelJudge
     return (*models.judges(run.env), *models.judges(run.env, kept))
 
 
-def stage_policy(folder: Path, stage: str, trust: bool = False) -> Policy:
-    """The reward model that a stage of a run trained, from what the run keeps under its name."""
-    policy = with_reward_head(run_file(folder).run, kept_policy(folder, allow=trust))
+def stage_policy(folder: Path, stage: str, trust: bool = False, beside: Policy | None = None) -> Policy:
+    """The reward model that a stage of a run trained, from what the run keeps under its name.
+
+    Args:
+        beside: the policy of the same run. Where it has an adapter, the reward model is another one over its frozen
+            weights, which are in memory once.
+    """
+    run = run_file(folder).run
+    if beside is not None and beside.lora is not None:
+        found = beside.beside(beside.lora, run.seed)
+    else:
+        found = kept_policy(folder, allow=trust)
+    policy = with_reward_head(run, found)
     load_weights(kept_folder(folder, stage), HFLearner(policy))
     return policy
 

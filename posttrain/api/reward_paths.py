@@ -27,12 +27,12 @@ def check_reward_models(run: Run) -> None:
             for name in reward.stages:
                 _check_stage(run, f"{prefix}.rewards.{i}.function", env, name)
             if reward.judge:
-                _check_judge(f"{prefix}.rewards.{i}.function", reward.judge)
+                check_judge_path(f"{prefix}.rewards.{i}.function", reward.judge)
             if reward.meta is not None:
-                _check(f"{prefix}.rewards.{i}.meta", reward.meta)
+                check_reward_path(f"{prefix}.rewards.{i}.meta", reward.meta)
             for path in reward.models:
                 if not path.startswith(STAGE):
-                    _check(f"{prefix}.rewards.{i}.function", path)
+                    check_reward_path(f"{prefix}.rewards.{i}.function", path)
 
 
 def _environments(run: Run) -> list[tuple[str, Env]]:
@@ -58,7 +58,8 @@ def _check_stage(run: Run, setting: str, env: Env, name: str) -> None:
         )
 
 
-def _check_judge(setting: str, path: str) -> None:
+def check_judge_path(setting: str, path: str) -> None:
+    """ConfigError where `setting=judge:PATH` names no policy that could judge."""
     folder = Path(path).expanduser()
     if not is_run(folder):
         raise ConfigError(
@@ -70,7 +71,8 @@ def _check_judge(setting: str, path: str) -> None:
         raise ConfigError(f"{setting}=judge:{path}: its weights are a reward model's; use env.rewards=model:{path}")
 
 
-def _check(setting: str, path: str) -> None:
+def check_reward_path(setting: str, path: str) -> None:
+    """ConfigError or DataError where `setting=model:PATH` names no reward model."""
     folder = Path(path).expanduser()
     try:
         if is_run(folder):

@@ -84,7 +84,7 @@ def evaluate_reward_model(
     Raises:
         ConfigError: there are no judged completions, or none that orders anything.
     """
-    run = _asked(target, overrides, trust)
+    run = asked_run(target, overrides, trust)
     whole = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
     with closing(environment(replace(run.env, rewards=(), measured=False), run.seed)) as world:
         kinds = abilities.judgements(world).kinds
@@ -98,7 +98,7 @@ def evaluate_reward_model(
         from posttrain.environment.render import Renderer
         from posttrain.role.ranked import scored_judgements
 
-        policy = _policy(target, run, checkpoint, trust)
+        policy = loaded_policy(target, run, checkpoint, trust)
         tokenizer: Any = policy.tokenizer
         renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
         found = scored_judgements(world, kind, HFLearner(policy), renderer, policy.context, whole=whole)
@@ -118,7 +118,7 @@ def evaluate_reward_model(
     )
 
 
-def _asked(target: str | Path, overrides: tuple[str, ...], trust: bool) -> Run:
+def asked_run(target: str | Path, overrides: tuple[str, ...], trust: bool) -> Run:
     """The run whose environment has the judgements."""
     prompts = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
     named = any(word.partition("=")[0].strip() in ("env", "env.name") for word in overrides)
@@ -136,7 +136,8 @@ def _asked(target: str | Path, overrides: tuple[str, ...], trust: bool) -> Run:
     return dotted.apply(model_run(target), list(words))
 
 
-def _policy(target: str | Path, run: Run, checkpoint: str, trust: bool) -> Policy:
+def loaded_policy(target: str | Path, run: Run, checkpoint: str, trust: bool) -> Policy:
+    """The reward model itself, as a policy with a reward head."""
     from posttrain.api.reward_models import reward_policy
     from posttrain.engine.reward_folder import read_reward_model
 

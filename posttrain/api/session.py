@@ -16,6 +16,7 @@ from posttrain.api.extend import Extension, begin
 from posttrain.api.lineage import began_with, write_lineage
 from posttrain.api.proofs import prove_start
 from posttrain.api.request import RunRequest
+from posttrain.api.role_table import RoleWatch
 from posttrain.api.summary import conclude, planted_lines
 from posttrain.api.target import keep_policy
 from posttrain.api.terminal import Terminal
@@ -89,6 +90,8 @@ class RunSession:
             self.terminal.say(f"note: {note}")
         with self.stopper.listening():
             for stage in Stages(self.parts, self.progress, self.stopper).left(self.checkpoint):
+                if isinstance(pool := self.parts.sampler, EnginePool):
+                    self.terminal.roles = RoleWatch(pool, self.parts, stage.clock)
                 await stage.run()
         for tracker in self.parts.trackers:
             tracker.close(final_scalars(self.results))
@@ -169,8 +172,6 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     cleanup.callback(parts.close)
     if not quiet and isinstance(parts.sampler, EmbeddedEngine | EnginePool):
         terminal.say(parts.sampler.describe())
-    if isinstance(parts.sampler, EnginePool):
-        terminal.engines = parts.sampler.line
     checkpoint = request.checkpoint
     if request.longer is not None:
         checkpoint = begin(request.longer, book, checkpoint)

@@ -1,16 +1,19 @@
-"""Progress of a run: one live line in a terminal or a notebook, plain lines elsewhere."""
+"""Progress of a run: one live line in a terminal or a notebook, plain lines elsewhere. A placed run has a table of its
+roles below the live line."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.console import RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 
 from posttrain.api.console import PlainConsole
 from posttrain.api.notebook import NotebookLine, in_kernel
+from posttrain.api.role_table import RoleWatch, drawn
 from posttrain.core.gauge import Step
 from posttrain.core.run import Run
 from posttrain.core.shell import wrapped
@@ -21,6 +24,27 @@ TOKENS = ("engine/tokens", "sft/tokens", "preference/tokens", "ranking/tokens")
 """Gauges that count the tokens of a step."""
 PLAIN_EVERY = 5.0
 """Seconds between two plain lines of the same stage."""
+LINES_A_SECOND, TABLES_A_SECOND = 10, 4
+"""How often the live line is drawn anew, alone and with the table of roles."""
+
+
+class RoleProgress(Progress):
+    """The live line, with the table of roles below it. A thread of its own draws both, so the table goes on while the
+    learner computes.
+
+    Args:
+        roles: None: there is no table.
+    """
+
+    def __init__(self, columns: tuple[ProgressColumn, ...], console: PlainConsole, roles: RoleWatch | None) -> None:
+        self._roles = roles
+        often = LINES_A_SECOND if roles is None else TABLES_A_SECOND
+        super().__init__(*columns, console=console, transient=True, refresh_per_second=often)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self._roles is not None:
+            yield drawn(self._roles.rows())
 
 
 @dataclass
@@ -31,8 +55,8 @@ class Terminal:
     console: PlainConsole = field(default_factory=lambda: PlainConsole(file=sys.stdout, soft_wrap=True))
     notebook: bool = field(default_factory=in_kernel)
     """Whether it prints into a notebook's cell."""
-    engines: Callable[[], str] | None = None
-    """What engines elsewhere do now, for the live line."""
+    roles: RoleWatch | None = None
+    """What each role does now, where engines are elsewhere."""
     _bar: Progress | None = None
     _line: NotebookLine | None = None
     _task: TaskID | None = None
@@ -69,6 +93,9 @@ class Terminal:
             self.console.print(f"{step.stage} {count}  {self._facts(step)}{self._left(step, total)}")
         for note in self._once.new(step):
             self.say(f"  {noted(step, note)}")
+        if self.roles is not None and self._draws and self._bar is None and step.index < total:
+            self._stage = step.stage
+            self._draw(step)  # what was printed has closed the table, and the next step may take long
 
     def say(self, line: str) -> None:
         """Print a line, wrapped in a terminal. In a log it stays whole, so that it can be searched."""
@@ -89,16 +116,22 @@ class Terminal:
         self._printed, self._tokens, self._measured = 0.0, 0.0, ""
         if self.notebook:
             self._line = NotebookLine()
-        elif self.console.is_terminal:
-            name, done, facts = (
-                _plain(w) for w in ("{task.description}", "{task.fields[count]}", "{task.fields[facts]}")
-            )
-            columns = (name, BarColumn(bar_width=24), done, facts, TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self.console, transient=True)
-            total = None if self._open_ended(step) else self.run.stage(step.stage).steps
-            count = _count(step.index, total)
-            self._task = self._bar.add_task(step.stage, facts="", count=count, total=total, completed=step.index)
-            self._bar.start()
+        elif self._draws:
+            self._draw(step)
+
+    @property
+    def _draws(self) -> bool:
+        """Whether it draws a live line."""
+        return self.console.is_terminal and not self.notebook
+
+    def _draw(self, step: Step) -> None:
+        name, done, facts = (_plain(w) for w in ("{task.description}", "{task.fields[count]}", "{task.fields[facts]}"))
+        columns = (name, BarColumn(bar_width=24), done, facts, TimeRemainingColumn())
+        self._bar = RoleProgress(columns, self.console, self.roles)
+        total = None if self._open_ended(step) else self.run.stage(step.stage).steps
+        count = _count(step.index, total)
+        self._task = self._bar.add_task(step.stage, facts="", count=count, total=total, completed=step.index)
+        self._bar.start()
 
     def _close(self) -> None:
         if self._line is not None:
@@ -130,8 +163,8 @@ class Terminal:
         spent = time.monotonic() - self._begun
         if step.index > self._first and spent > 0 and self._tokens:
             out.append(f"{self._tokens / spent:,.0f} tokens/s")
-        if self.engines is not None:
-            out.append(self.engines())
+        if self.roles is not None and self._bar is None:
+            out.append(self.roles.line())
         return "  ".join(out)
 
     def _left(self, step: Step, total: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from posttrain.checks.preference_data import sides_are_as_judged
 from posttrain.checks.preference_demand import JudgedRows
 from posttrain.checks.preference_loss import PreferenceLossCheck
 from posttrain.checks.schedule import due
+from posttrain.core import seeds
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge, Gauges
@@ -42,22 +43,44 @@ class PairAgain:
     gap: float
 
 
-def pairs_again(groups: Sequence[Group], a: PreferenceAlgorithm) -> list[PairAgain]:
-    """The pairs of a step, from the definition of `draw`."""
+def kept_again(reward_C: np.ndarray, keep: int, temperature: float, rng: np.random.Generator) -> np.ndarray:
+    """The candidates that statistical rejection sampling keeps (2309.06657), by the round in which each one passes."""
+    round_C = np.full(len(reward_C), np.inf)
+    for k in range(keep):
+        left_C = np.isinf(round_C)
+        if not left_C.any() or (~left_C).sum() >= keep:
+            break
+        chance_C = np.exp(np.minimum(reward_C - reward_C[left_C].max(), 0) / temperature)
+        round_C[left_C & (rng.random(len(reward_C)) < chance_C)] = k
+    return np.argsort(round_C, kind="stable")[: min(keep, len(reward_C))]
+
+
+def compared_again(told: Sequence[tuple[float, Episode]], g: Group, a: PreferenceAlgorithm, place: int) -> list[Any]:
+    """What of a prompt is compared, from the definition of `draw`. `told`: (reward, episode) of what was judged."""
+    if len(told) < 2 or kind(a.draw) == "BestWorst":
+        return [told] if len(told) > 1 else []
+    if kind(a.draw) != "RejectionSampled":
+        return [told[:2]]
+    rng, draw = seeds.generator(place, "pairs", g.task.id, g.visit), cast("Any", a.draw)
+    kept = kept_again(np.array([r for r, _ in told]), draw.keep, draw.temperature, rng)
+    mixed = rng.permutation(kept)
+    return [[told[i], told[j]] for i, j in zip(mixed[0::2], mixed[1::2], strict=False)]
+
+
+def pairs_again(groups: Sequence[Group], a: PreferenceAlgorithm, place: int) -> list[PairAgain]:
+    """The pairs of a step, from the definition of `draw`. `place`: the stage's, by which completions are kept."""
     out: list[PairAgain] = []
     for g in groups:
         told = [(r, e) for e in g.episodes if (r := outcome(e.verdicts)) is not None and e.spoken]
-        told = told if kind(a.draw) == "BestWorst" else told[:2]
-        if len(told) < 2:
-            continue
-        if same_outcome([e for _, e in told]):
-            if kind(a.link) == "Nash":
-                out.append(PairAgain(told[0][1], told[1][1], 0.0))
-            continue
-        ordered = sorted(told, key=lambda t: t[0])
-        best = next(e for r, e in told if r == ordered[-1][0])
-        worst = next(e for r, e in told if r == ordered[0][0])
-        out.append(PairAgain(best, worst, ordered[-1][0] - ordered[0][0]))
+        for pair in compared_again(told, g, a, place):
+            if same_outcome([e for _, e in pair]):
+                if kind(a.link) == "Nash":
+                    out.append(PairAgain(pair[0][1], pair[1][1], 0.0))
+                continue
+            ordered = sorted(pair, key=lambda t: t[0])
+            best = next(e for r, e in pair if r == ordered[-1][0])
+            worst = next(e for r, e in pair if r == ordered[0][0])
+            out.append(PairAgain(best, worst, ordered[-1][0] - ordered[0][0]))
     return out
 
 
@@ -111,7 +134,7 @@ class SampledPairCheck(Observer):
     def on_event(self, roles: OnlineRoles, event: Event) -> ObserverReport | None:
         match event:
             case PlayedEvent(e):
-                self._pairs = pairs_again(e.groups, roles.stage.algorithm)
+                self._pairs = pairs_again(e.groups, roles.stage.algorithm, roles.place)
             case PackedEvent(batch=batch):
                 tokens = [x.spoken for p in self._pairs for x in (p.chosen, p.rejected)]
                 if batch.episodes == len(tokens):
@@ -136,7 +159,7 @@ class OnlineLossCheck(PreferenceLossCheck):
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         if isinstance(event, PlayedEvent):
             a = roles.stage.algorithm
-            self._rows = rows_of_pairs(pairs_again(event.experience.groups, a), a)
+            self._rows = rows_of_pairs(pairs_again(event.experience.groups, a, roles.place), a)
             return None
         return super().on_event(roles, event)
 
@@ -144,11 +167,11 @@ class OnlineLossCheck(PreferenceLossCheck):
 # --- the opponent ----------------------------------------------------------------------------------------------------
 
 
-def opponents_play(groups: Sequence[Group], wanted: bool) -> None:
-    """The second completion of every prompt is the opponent's where there is one, and no other is."""
+def opponents_play(groups: Sequence[Group], opposed: range) -> None:
+    """Of every prompt these completions are the opponent's, and no other is."""
     for g in groups:
         for e in g.episodes:
-            right = wanted and e.sibling == 1
+            right = e.sibling in opposed
             if e.spoken and e.opposed is not right:
                 found, owner = ("opponent" if x else "policy" for x in (e.opposed, right))
                 raise InvariantError(
@@ -201,13 +224,13 @@ def opponent_says(mu_M: np.ndarray, want_M: np.ndarray, bound: Gap, share: float
 
 
 class OpponentCheck(Observer):
-    """The second completion of a prompt is the opponent's; at `due` steps its log-probs are those of the mixture."""
+    """The completions that an opponent is to say are its own; at `due` steps its log-probs are those of the mixture."""
 
     def on_event(self, roles: OnlineRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PlayedEvent):
             return None
         e, share = event.experience, roles.stage.share
-        opponents_play(e.groups, share is not None)
+        opponents_play(e.groups, roles.stage.opposed)
         if share is None or not due(e.index):
             return None
         episodes = [x for g in e.groups for x in g.episodes if x.opposed and x.segments[0].spoken][:EPISODES]

@@ -11,6 +11,7 @@ import numpy as np
 
 from posttrain.checks.data import demonstration_ends_once
 from posttrain.checks.history import StageHistory
+from posttrain.checks.regenerated import goes_on_from_its_step, said_anew
 from posttrain.checks.resume import goes_on
 from posttrain.checks.sampler import sampler_agrees
 from posttrain.checks.verifier import VerifierCheck, failures_stay_out
@@ -21,10 +22,21 @@ from posttrain.core.pieces.keep import Best, Keep, Passing, Rising, TopShare
 from posttrain.core.rejection import Rejection, RejectionMethod
 from posttrain.core.types import Episode, Group
 from posttrain.core.verdict import outcome
-from posttrain.role.events import Event, KeptEvent, Observer, ObserverReport, PackedEvent, PlayedEvent
+from posttrain.role.events import (
+    Event,
+    KeptEvent,
+    Observer,
+    ObserverReport,
+    PackedEvent,
+    PlayedEvent,
+    RegeneratedEvent,
+)
 from posttrain.role.kept import HINTED, Candidate
 from posttrain.role.roles import RejectionRoles
 
+Place = tuple[str, int, int, bool, tuple[int, int] | None]
+"""Which completion of a round it is: prompt, visit, sibling, whether it had a hint, and what it goes on from
+(`Candidate.begun`)."""
 Row = tuple[bytes, bytes]
 """The prompt's tokens of a sequence, and the tokens after it with which of them count."""
 SCORED = 4096
@@ -49,10 +61,14 @@ def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement:
             return None
 
 
-def kept_was_played(kept: Sequence[Candidate], played: Mapping[tuple[str, int, int, bool], Episode]) -> None:
+def place(c: Candidate) -> Place:
+    return c.prompt, c.visit, c.sibling, c.hinted, c.begun
+
+
+def kept_was_played(kept: Sequence[Candidate], played: Mapping[Place, Episode]) -> None:
     """Every kept completion is one that was played, judged and not cut off, with the reward that its verdicts give."""
     for c in kept:
-        e = played.get((c.prompt, c.visit, c.sibling, c.hinted))
+        e = played.get(place(c))
         if e is None:
             raise InvariantError(
                 f"a completion of task {c.prompt!r} (visit {c.visit}, sibling {c.sibling}) is kept, and this round"
@@ -83,6 +99,19 @@ def kept_passes(kept: Sequence[Candidate], rewards: Mapping[str, Sequence[float]
             )
         if c.hinted and not m.rationalise:
             raise InvariantError(f"a completion of task {c.prompt!r} was given its answer, and rationalise=false")
+
+
+def nothing_is_lost(
+    kept: Sequence[Candidate], rewards: Mapping[str, Sequence[float]], m: RejectionMethod, i: int
+) -> None:
+    """Something is kept of every prompt that has a completion which passes the method's rule."""
+    lost = sorted({name for name, own in rewards.items() if m.keep.chosen(own, i)} - {c.prompt for c in kept})
+    if lost:
+        raise InvariantError(
+            f"nothing of task {lost[0]!r} is kept, and it has a completion that passes the rule {m.keep.words()} (its"
+            f" rewards: {', '.join(f'{x:g}' for x in rewards[lost[0]])}): what is right is lost, most of all of prompts"
+            " that are hard. Look at what becomes a candidate, and at what selects"
+        )
 
 
 def kept_once(kept: Sequence[Candidate], m: RejectionMethod) -> None:
@@ -172,13 +201,13 @@ def _row(ids: np.ndarray, mask: np.ndarray) -> Row:
 
 
 def expected_rows(
-    kept: Sequence[Candidate], played: Mapping[tuple[str, int, int, bool], Episode], prompts: Mapping[str, np.ndarray]
+    kept: Sequence[Candidate], played: Mapping[Place, Episode], prompts: Mapping[str, np.ndarray]
 ) -> Counter[Row]:
     """The sequences by which the kept completions are to be imitated, made of what was played. A completion to a hinted
     prompt stands after the prompt that its task got without one."""
     out: Counter[Row] = Counter()
     for c in kept:
-        for s in played[c.prompt, c.visit, c.sibling, c.hinted].segments:
+        for s in played[place(c)].segments:
             head, said = _row(s.ids, s.mask)
             out[(prompts[c.prompt].astype(np.int32).tobytes() if c.hinted else head, said)] += 1
     return out
@@ -193,7 +222,7 @@ class RejectionCheck(Observer):
         self._start = start
         """Fingerprint of the weights that the stage started from; '' before its first round."""
         self._asked_with = ""
-        self._played: dict[tuple[str, int, int, bool], Episode] = {}
+        self._played: dict[Place, Episode] = {}
         self._prompts: dict[str, np.ndarray] = {}
         self._rewards: dict[str, list[float]] = {}
         self._rows: Counter[Row] = Counter()
@@ -217,6 +246,8 @@ class RejectionCheck(Observer):
         match event:
             case PlayedEvent(e):
                 return ObserverReport(self._take(roles, e.played))
+            case RegeneratedEvent():
+                self._take_regenerated(roles, event)
             case KeptEvent():
                 self._check_kept(roles, event)
             case PackedEvent(batch=batch):
@@ -233,12 +264,33 @@ class RejectionCheck(Observer):
         for g in groups:
             name = g.task.id.removesuffix(HINTED) if hinted else g.task.id
             for e in g.episodes:
-                self._played[name, e.visit, e.sibling, hinted] = e
-                if (reward := outcome(e.verdicts)) is not None and not e.stop.cut:
-                    self._rewards.setdefault(name, []).append(reward)
+                self._played[name, e.visit, e.sibling, hinted, None] = e
+                self._judged(name, e)
                 if not hinted and e.segments and e.segments[0].mask.any():
                     self._prompts[name] = e.segments[0].ids[: int(np.argmax(e.segments[0].mask))]
         return {} if hinted else self._same_distribution(roles, groups)
+
+    def _judged(self, name: str, e: Episode) -> None:
+        """Take the reward of a completion that may be kept."""
+        reward = outcome(e.verdicts)
+        if reward is not None and e.spoken and not (e.stop.cut or e.cut or e.shown):
+            self._rewards.setdefault(name, []).append(reward)
+
+    def _take_regenerated(self, roles: RejectionRoles, event: RegeneratedEvent) -> None:
+        """Completions that go on from another place than the last right step are not taken as played, so that none of
+        them may be kept."""
+        how = roles.stage.method.regenerate
+        assert how is not None  # nothing else makes the event
+        text = roles.rollout.dialogue("").text
+        shared: set[Episode] = set()
+        for a in event.answers:
+            goes_on_from_its_step(a, how, text)
+            for c in said_anew(a, how):
+                if c in shared:
+                    continue
+                shared.add(c)
+                self._played[c.task.id, c.visit, c.sibling, False, (a.episode.sibling, a.kept)] = c
+                self._judged(c.task.id, c)
 
     def _same_distribution(self, roles: RejectionRoles, groups: Sequence[Group]) -> Gauges:
         """Sampler and learner hold the same weights when a round asks."""
@@ -270,6 +322,7 @@ class RejectionCheck(Observer):
         if self._played:
             kept_was_played(kept, self._played)
             kept_passes(kept, self._rewards, m, event.improvement)
+            nothing_is_lost(kept, self._rewards, m, event.improvement)
             self._rows = expected_rows(kept, self._played, self._prompts)
         else:  # resumed: what was played is not in memory
             self._rows = Counter(_row(s.ids, s.mask) for c in kept for s in c.segments)

@@ -193,7 +193,7 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
     if not given or any(j.verdict.state is not State.VALUE for j in given):
         return 0.0
     ids, text = said(e), judge.ends.text
-    ends = token_ends(text, ids, _lengths(text(ids), judge.separator))
+    ends = token_ends(text, ids, step_lengths(text(ids), judge.separator))
     tokens = judge.scorer.tokens(read_alone(e))
     if judge.reward.steps == "outcome":
         return _outcome_holds(judge, e, [float(tokens[n - 1]) for n in ends], dtype)
@@ -217,7 +217,7 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
     return apart
 
 
-def _lengths(text: str, separator: str) -> list[int]:
+def step_lengths(text: str, separator: str) -> list[int]:
     """Characters up to the end of each step: what is blank belongs to the step before it, at the start to the one
     after it."""
     out: list[int] = []

@@ -17,6 +17,7 @@ from posttrain.core.stage import Optimizer as OptimizerConfig
 from posttrain.core.stage import Stage
 from posttrain.role.evaluate import EvaluationReport, evaluate
 from posttrain.role.events import Observers
+from posttrain.role.group_queue import GroupQueue
 from posttrain.role.opponent import Opponent
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
@@ -95,6 +96,10 @@ class RunParts:
     """Waits until an engine that computes in this process has nothing to say now."""
     forget: Callable[[], None] = nothing_is_kept
     """Empties the prefix cache of an engine in this process."""
+    sleep: Callable[[], None] = nothing_is_kept
+    """Called before the learner works: engines in this process that shall sleep then free their caches."""
+    queue: GroupQueue | None = None
+    """What the stage of now asked ahead of the learner."""
     version: int = 0
     """Optimizer steps so far, over all stages. It is the version of the learner's weights."""
     measured: MeasuredReport | None = None

@@ -236,6 +236,7 @@ def _line(roles: ReinforceRoles, partial: UnfinishedStep, notes: tuple[str, ...]
     timed = dict(roles.rollout.environment.gauges())
     if roles.stage.staleness:  # what the engine did meanwhile depends on time
         timed |= {n: g for n, g in roles.sync.sampler.gauges().items() if n not in e.engine}
-    clock = {**roles.clock.take(), **roles.sync.sampler.clock(), **{n: g.mean for n, g in timed.items() if g.count}}
+    measured = {**roles.clock.take(), **roles.sync.sampler.clock(), **roles.groups.clock()}
+    clock = {**measured, **{n: g.mean for n, g in timed.items() if g.count}}
     said = (*notes, *partial.skipped, *seen.notes)
     return Step(roles.stage.name, e.index, roles.trainer.version, gauges, clock, said)

@@ -197,10 +197,10 @@ HARMLESS = frozenset(
         *("PreferenceAlgorithm.rows", "PreferenceAlgorithm.against", "PreferenceAlgorithm.shift"),
         *("PreferenceAlgorithm.match", "PreferenceAlgorithm.weights"),
         *("RejectionMethod.name", "RejectionMethod.paper", "RejectionMethod.distinct", "RejectionMethod.weights"),
-        "RejectionMethod.rationalise",
+        *("RejectionMethod.rationalise", "Regenerate.separator", "Regenerate.by"),
         *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
         *("Processes.transport", "Processes.delta"),
-        *("Embedded.update", "Embedded.timeline", "VLLM.eager"),
+        *("Embedded.update", "Embedded.sleep", "Embedded.timeline", "VLLM.eager"),
         "VLLM.server",  # of the installed package, on this machine alone
     }
 )

@@ -38,6 +38,9 @@ class Embedded:
     new weights, and their keys and values are computed again. stale: they go on with keys and values of the old
     weights, so their log-probs are those of no policy; `engine/stale_gap` measures by how much. A run that waits for
     all its samples has no unfinished sequences then."""
+    sleep: bool = False
+    """Free the key-value cache while the learner works, and make it anew for the next samples, so that both need not
+    fit into memory at once. The tokens stay the same. Only where samples and updates take turns (staleness=0)."""
     timeline: bool = False
     """Write timeline.json into the run folder: when each request was queued, admitted and done, as a Chrome trace."""
 
@@ -93,13 +96,14 @@ Engine = Embedded | VLLM
 
 
 def engine_refusals(
-    engine: Engine, kernels: KernelChoice, lora: bool, deterministic: bool, exact: bool, ruled: str
+    engine: Engine, kernels: KernelChoice, lora: bool, deterministic: bool, exact: bool, ruled: str, ahead: str
 ) -> Iterator[str]:
     """What the engine of a run cannot do. Each message says what to change.
 
     Args:
         lora: whether the model has an adapter.
         ruled: the name of a stage whose sampling has penalties, biases or bans; '' where none has.
+        ahead: the name of a stage that asks for samples while the learner works; '' where none does.
     """
     if not isinstance(engine, Embedded):
         if exact:
@@ -115,6 +119,11 @@ def engine_refusals(
         if kernels == "compiled":
             yield "model.kernels=compiled is about the embedded engine. Set engine=embedded, or leave it out"
         return
+    if engine.sleep and ahead:
+        yield (
+            f"{ahead}.staleness asks for samples while the learner works, and with engine.sleep=true the engine has no"
+            f" cache then: set {ahead}.staleness=0, or engine.sleep=false"
+        )
     for name in [n for n, on in (("deterministic", deterministic), ("exact", exact)) if on]:
         if engine.lookup or engine.draft:
             yield (

@@ -76,6 +76,11 @@ def placement_refusals(placement: Placement, engine: Engine) -> str:
                 f"engine.timeline=true writes times of an engine in the learner's process, and placement={kind} has"
                 " none there: set engine.timeline=false, or placement=local"
             )
+        if engine.sleep:
+            return (
+                f"engine.sleep=true is about an engine in the learner's process, and placement={kind} has none there:"
+                " set engine.sleep=false, or placement=local"
+            )
         return ""
     if engine.url is not None:
         return (

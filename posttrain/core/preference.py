@@ -6,7 +6,7 @@
     loss = sum over pairs of weight * coef * link(x) + what is added
 
 Every field is one choice, as in `core.algorithm`. A piece with numbers is a type of its own (`core.pieces.link`,
-`core.pieces.judged`). `PreferenceAlgorithm` refuses combinations that mean nothing.
+`core.pieces.judged`, `core.pieces.draw`). `PreferenceAlgorithm` refuses combinations that mean nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from posttrain.core.algorithm import choices
 from posttrain.core.errors import ConfigError
 from posttrain.core.pieces.checks import positive
+from posttrain.core.pieces.draw import PairSource
 from posttrain.core.pieces.judged import (
     Added,
     DataMargin,
     FDivergence,
     LabelNoise,
     MarginTerm,
-    PairSource,
     ReverseKL,
     Statistic,
     Total,
@@ -161,8 +161,8 @@ class PreferenceAlgorithm:
 
     @property
     def online(self) -> bool:
-        """Whether each step samples its pairs from the policy."""
-        return self.draw is not None and self.draw.online
+        """Whether each step draws its own pairs, of completions of the policy, of an opponent, or of both."""
+        return self.draw is not None
 
     def lineage(self) -> tuple[PreferenceAlgorithm, ...]:
         """All algorithms from DPO to this one, each a patch of the one before."""

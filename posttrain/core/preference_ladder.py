@@ -11,11 +11,9 @@ from typing import Any
 
 from posttrain.core.algorithm import patch
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.pieces.draw import AgainstMixture, AgainstReference, BestWorst, RejectionSampled, TwoSamples
 from posttrain.core.pieces.judged import (
-    AgainstMixture,
-    AgainstReference,
     Average,
-    BestWorst,
     ChosenNLL,
     Conservative,
     DataMargin,
@@ -24,9 +22,7 @@ from posttrain.core.pieces.judged import (
     GoldNLL,
     LogOdds,
     Optimism,
-    RejectionSampled,
     Robust,
-    TwoSamples,
 )
 from posttrain.core.pieces.link import (
     AnchoredDown,

@@ -23,7 +23,11 @@ PREFERENCE_NOTES: dict[str, str] = {
     "ipo_mean": "TRL's `ipo`; its authors' experiments used averages. beta is then a scale per token",
     "slic": "TRL's `hinge`: SLiC's link on DPO's margin, with the reference",
     "slic_hf": "the paper's form without a reference: delta in units of log-probs, and the likelihood of the chosen",
-    "rso": "the pairs are its own, the loss is the paper's hinge; link=logsigmoid is its other form",
+    "rso": (
+        "the pairs are its own, drawn from the reference in every step; the loss is the paper's hinge, and "
+        "link=logsigmoid is its other form. The kept completions are paired at random, each once, as in the paper's "
+        "best setting (first-round-rank). Its program joins equal texts before it draws; here each sample counts"
+    ),
     "exo": "TRL's `exo_pair` with `label_smoothing` as link.rate",
     "discopop": (
         "the mixture m is differentiated, as in the paper and TRL. At x = 0, where a stage begins, its gradient lowers "

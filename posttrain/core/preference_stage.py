@@ -44,8 +44,8 @@ class Preference(Stage):
             raise ConfigError(f"{self.name}.batch={self.batch}: must be >= 1")
         if self.algorithm.online:
             raise ConfigError(
-                f"{self.name}.algorithm={self.algorithm.name} judges what the policy says now, and this stage learns"
-                " from data. Use an algorithm of the preference ladder that is not online, such as dpo"
+                f"{self.name}.algorithm={self.algorithm.name} draws its own pairs, and this stage learns from given"
+                " ones. Use a stage of kind OnlinePreference, or draw=none, or an algorithm such as dpo"
             )
         if self.reference is not None and not self.algorithm.reads_reference:
             raise ConfigError(
@@ -71,7 +71,8 @@ class Preference(Stage):
 class OnlinePreference(Stage):
     """A stage that learns from preferences between its own samples: the environment, or a reward model, judges them.
 
-    With an algorithm that plays against an opponent (xpo, nash_md) one of two samples is the opponent's."""
+    With an algorithm that plays against an opponent (xpo, nash_md) one of two samples is the opponent's, and with rso
+    all are the reference's."""
 
     models = ("reference",)
 
@@ -79,7 +80,7 @@ class OnlinePreference(Stage):
     sampling: Sampling = Sampling()
     optimizer: Optimizer = Optimizer(lr=5e-5)
     prompts: int = 32
-    """Prompts per step. Each gives one pair, or none where its completions are judged alike."""
+    """Prompts per step. Each gives one pair (rso: `draw.keep` / 2), or none where its completions are judged alike."""
     reference: str | None = None
     """Model that the algorithm compares with, and that an opponent is made of: a model directory with the policy's
     tokenizer. None: the policy at the beginning of the stage."""
@@ -93,10 +94,10 @@ class OnlinePreference(Stage):
         a = self.algorithm
         if self.prompts < 1:
             raise ConfigError(f"{self.name}.prompts={self.prompts}: must be >= 1")
-        if a.draw is None or not a.draw.online:
+        if not a.online:
             raise ConfigError(
                 f"{self.name}.algorithm={a.name} learns from given judgements, and this stage samples its own. Set"
-                " draw=twosamples or draw=bestworst, or use a stage of kind Preference"
+                " draw=twosamples, draw=bestworst or draw=rejectionsampled, or use a stage of kind Preference"
             )
         if self.share is not None and self.sampling.repetition_penalty != 1:
             raise ConfigError(
@@ -129,5 +130,15 @@ class OnlinePreference(Stage):
 
     @property
     def share(self) -> float | None:
-        """The reference's share in what the opponent says, who then says the second completion; None without one."""
+        """The reference's share in what the opponent says; None without one."""
         return None if self.algorithm.draw is None else self.algorithm.draw.opponent()
+
+    @property
+    def opposed(self) -> range:
+        """The completions of a prompt that the opponent says: the second, or with draw=rejectionsampled all."""
+        return range(0) if self.algorithm.draw is None else self.algorithm.draw.opposed()
+
+    @property
+    def pairs(self) -> int:
+        """The most pairs of a step."""
+        return 0 if self.algorithm.draw is None else self.prompts * self.algorithm.draw.pairs()

@@ -11,9 +11,39 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.pieces.keep import Best, Keep, Passing, Rising
+from posttrain.core.pieces.keep import Best, Keep, Passing, Rising, TopShare
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Optimizer, Stage, offered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regenerate:
+    """Wrong answers are said anew from their first wrong step, and what is then right is imitated.
+
+    The steps before it stay as the policy said them. An answer whose first step is wrong is left as it is: to say it
+    anew would be one more sample.
+    """
+
+    completions: int = 4
+    """Completions from the end of a step."""
+    separator: str = "\n"
+    """Text that ends a step, where completions find the first wrong one."""
+    by: Literal["completions", "scores"] = "completions"
+    """What finds the first wrong step. completions: a step is right while any completion from its end is, and the steps
+    are halved until the first wrong one is left (2406.06592). scores: it is the first step that scores below `at`, by
+    a process reward model or by the environment; then only the steps before it are completed."""
+    at: float = 0.5
+    """The score below which a step is wrong, where scores find it."""
+
+    def __post_init__(self) -> None:
+        if self.completions < 1:
+            raise ConfigError(f"method.regenerate.completions={self.completions}: must be >= 1")
+        if not self.separator:
+            raise ConfigError(
+                "method.regenerate.separator is empty: give the text that ends a step, such as ';' or a line's end"
+            )
+        if not math.isfinite(self.at):
+            raise ConfigError(f"method.regenerate.at={self.at:g}: a finite number, on the scale of the steps' scores")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +67,8 @@ class RejectionMethod:
     rationalise: bool = False
     """Ask the prompts of which nothing was kept once more with the answer as a hint, and imitate what is then right
     without the hint (STaR). The environment writes the hint (`core.abilities.Abilities.hint`)."""
+    regenerate: Regenerate | None = None
+    """Say wrong answers to prompts of which nothing was kept anew from their first wrong step. None: they are not."""
     improvements: int = 1
     """Rounds that imitate from the same completions before new ones are asked (ReST's Improve steps to a Grow step)."""
 
@@ -51,6 +83,13 @@ class RejectionMethod:
                 f" keep={type(self.keep).__name__.lower()} has none that stays. Set keep=passing, or rationalise=false"
             )
 
+        if self.regenerate is not None and isinstance(self.keep, Best | TopShare) and self.keep.above is None:
+            keep = type(self.keep).__name__.lower()
+            raise ConfigError(
+                f"method.regenerate goes on where nothing of a prompt is kept, and keep={keep}"
+                " always keeps something. Set method.keep.above=0, so that wrong answers are not kept, or keep=passing"
+            )
+
     @property
     def label(self) -> str:
         """Its name, with `+user` where a choice is not the published one. The numbers of `keep` belong to the scale of
@@ -58,7 +97,7 @@ class RejectionMethod:
         published = METHODS.get(self.name)
         if published is None or type(self.keep) is not type(published.keep):
             return f"{self.name}+user"
-        return self.name if replace(self, keep=published.keep) == published else f"{self.name}+user"
+        return self.name if replace(published, keep=self.keep) == self else f"{self.name}+user"
 
 
 RFT = RejectionMethod(name="rft", paper="2308.01825", weights="start")
@@ -166,6 +205,14 @@ class Rejection(Stage):
     @property
     def hinted(self) -> bool:
         return self.method.rationalise
+
+    def judged_alone(self, other: str) -> str:
+        """Why `other` cannot judge beside the environment: what goes on from a step is judged by the environment."""
+        return (
+            f"{self.name}.method.regenerate: completions are judged by the environment alone, and {other} pays the"
+            " answers too. Take it out of env.rewards, or set regenerate=none; a process reward model that scores steps"
+            " (steps=score) may stay"
+        )
 
     def refuses(self, env: str, styles: tuple[str, ...]) -> str:
         if self.style is None or self.style in styles:

@@ -229,8 +229,9 @@ class Run:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be >= {least}")
         ruled = next((s.name for s in self.stages if s.contract is not None and s.contract.rules), "")
+        ahead = next((s.name for s in self.stages if isinstance(s, Reinforce) and s.staleness), "")
         for why in engine_refusals(
-            self.engine, self.model.kernels, self.model.lora is not None, self.deterministic, self.exact, ruled
+            self.engine, self.model.kernels, self.model.lora is not None, self.deterministic, self.exact, ruled, ahead
         ):
             raise ConfigError(why)
         if why := placement_refusals(self.placement, self.engine):

@@ -38,4 +38,38 @@ ENGINE: dict[str, Definition] = {
     "engine/shared": Definition(
         "prompt tokens taken from a sibling's prefill, per prompt token asked for", "share", "towards 1 - 1 / siblings"
     ),
+    "engine/idle": Definition(
+        "in the clock, with engines elsewhere: share of the time since the last line in which an engine had no turn,"
+        " mean over engines",
+        "share",
+        "low where groups are asked ahead; without, what the learner takes of a step",
+    ),
+    "engine/in_flight": Definition(
+        "in the clock, with engines elsewhere: tokens asked for and not answered yet, those of prompts included, mean"
+        " over the time since the last line",
+        "tokens",
+        "steady",
+    ),
+    "engine/sleep": Definition(
+        "in the clock, with engine.sleep=true: time in which the cache was freed", "seconds", "near 0"
+    ),
+    "engine/wake": Definition(
+        "in the clock, with engine.sleep=true: time in which the cache was made anew", "seconds", "near 0"
+    ),
+    "engine/freed": Definition(
+        "in the clock, with engine.sleep=true: bytes of the cache that was freed", "bytes", "any"
+    ),
+    "engine/deaths": Definition(
+        "in the clock, with engines elsewhere: engines that died and were replaced since the last line", "engines", "0"
+    ),
+    "queue/groups": Definition(
+        "in the clock, with staleness: groups asked ahead when the step came for its own",
+        "groups",
+        "at most (1 + staleness) x prompts",
+    ),
+    "queue/ended": Definition(
+        "in the clock, with staleness: those of them that had ended",
+        "groups",
+        "near prompts or above: the learner is the slower one; near 0: the engines are",
+    ),
 }

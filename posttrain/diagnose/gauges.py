@@ -68,9 +68,10 @@ REGISTRY: dict[str, Definition] = {
     ),
     "rollout/behind_K": Definition("share of tokens that are K steps behind", "share", "any"),
     "rollout/trained_length": Definition(
-        "mean length of the answers that were learned from, over that of all that were asked for the step",
+        "mean length of the answers that got a gradient, over that of all that were asked for the step; without those "
+        "that were learned from again",
         "ratio",
-        "1 without a filter",
+        "1 where none was left out",
     ),
     "reward/SOURCE": Definition(
         "mean raw score a source gave, before its weight and any shaping; what it paid for turns summed",
@@ -158,10 +159,12 @@ REGISTRY: dict[str, Definition] = {
     ),
     "preference/tokens": Definition("judged tokens an optimizer step", "tokens", "steady"),
     "preference/pairs": Definition(
-        "pairs that a step found among its own samples", "1", "near the prompts of a step; 0: nothing is learned"
+        "pairs that a step found among its own samples", "1", "near what a step can give; 0: nothing is learned"
     ),
     "preference/tied": Definition(
-        "share of prompts whose samples were judged alike, up to rounding; they make no pair", "share", "< 0.7"
+        "share of prompts (rso: of pairs) whose samples were judged alike, up to rounding; they make no pair",
+        "share",
+        "< 0.7",
     ),
     "preference/gap": Definition(
         "reward of the chosen sample minus that of the rejected one, over the pairs of a step", "reward", "> 0"
@@ -182,10 +185,10 @@ REGISTRY: dict[str, Definition] = {
     "label/completions": Definition("judged completions from the end of a step", "completions", "as configured"),
     "reject/round": Definition("round of a rejection sampling stage", "1", "counts up"),
     "reject/kept": Definition(
-        "kept completions, those of hinted prompts aside, per judged completion of the round", "share", "rises"
+        "kept completions, hinted and regenerated ones aside, per judged completion of the round", "share", "rises"
     ),
     "reject/covered": Definition(
-        "share of asked prompts of which something is kept without a hint",
+        "share of asked prompts of which something is kept without a hint and without going on from a step",
         "share",
         "rises; the diversity alarm reads it",
     ),
@@ -201,6 +204,22 @@ REGISTRY: dict[str, Definition] = {
     ),
     "reject/hinted": Definition(
         "share of kept completions that were sampled with the answer as a hint", "share", "falls"
+    ),
+    "reject/regenerated": Definition(
+        "share of kept completions that go on from the end of a step of a wrong answer", "share", "falls"
+    ),
+    "reject/mended": Definition(
+        "share of wrong answers of which some completion from the last right step is right", "share", "above 0"
+    ),
+    "reject/right_steps": Definition(
+        "share of the steps of wrong answers that stand before the first wrong one",
+        "share",
+        "above 0; at 0 nothing is regenerated",
+    ),
+    "reject/completions": Definition(
+        "completions that were asked per wrong answer, to find its first wrong step and to say it anew",
+        "completions",
+        "at most the configured number times log2 of the steps; less: equal beginnings are shared",
     ),
     "reject/hint_reward": Definition("mean reward of completions sampled with a hint", "reward", "above 0"),
     "reject/cut": Definition(

@@ -9,7 +9,7 @@ import numpy as np
 
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, merge
-from posttrain.core.scored import Credit, EpisodeCredit
+from posttrain.core.scored import Credit
 from posttrain.core.types import Episode, Group
 from posttrain.core.verdict import SOLVED, State, failed
 
@@ -46,10 +46,13 @@ def ages(behind: np.ndarray, most: int) -> Gauges:
     return out | {"rollout/most_behind": Gauge(float(behind.max()), 1)} | shares
 
 
-def _lengths(credits: Sequence[EpisodeCredit], asked: Sequence[Episode]) -> Gauge:
-    """Mean length of the answers that were learned from, over that of all that were asked."""
-    mean = Gauge.of([e.spoken for e in asked]).mean
-    return Gauge(Gauge.of([c.episode.spoken for c in credits]).mean, mean) if credits and mean else Gauge(0, 0)
+def _lengths(credit: Credit, asked: Experience) -> Gauge:
+    """Mean length of the policy's answers that have a gradient for the first time, over that of all that were asked."""
+    again = {id(g) for g in asked.replayed}
+    trained = [c for g in credit.groups if id(g.group) not in again for c in g.episodes]
+    mean = Gauge.of([e.spoken for g in asked.played for e in g.episodes if e.own]).mean
+    lengths = [c.episode.spoken for c in trained if c.episode.own and not c.dropped]
+    return Gauge(Gauge.of(lengths).mean, mean) if lengths and mean else Gauge(0, 0)
 
 
 def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
@@ -82,7 +85,7 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
         "rollout/refused": Gauge(refused, len(played)),
         **({"rollout/spare": Gauge(spare, len(played))} if refused or spare else {}),
         **ages(asked.behind(versions), len(asked.promised) - 1),
-        **({"rollout/trained_length": _lengths(credits, episodes)} if len(asked.promised) > 1 else {}),
+        **({"rollout/trained_length": _lengths(credit, asked)} if len(asked.promised) > 1 else {}),
         "credit/silent": Gauge.of([g.silent for g in credit.groups]),
         "credit/shaped": Gauge.of([e.shaped for e in credits]),
         "credit/dropped": Gauge.of([bool(e.dropped) for e in credits]),

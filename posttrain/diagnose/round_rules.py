@@ -57,8 +57,8 @@ def fewer_prompts_are_covered(rounds: Sequence[Step], stage: Rejection) -> str:
 def nothing_is_kept(rounds: Sequence[Step], stage: Rejection) -> str:
     """Two rounds in a row keep nothing."""
     kept = [g.sum for s in rounds[-2:] if (g := s.gauges.get("reject/covered")) is not None]
-    hinted = [mean(s, "reject/hinted") or 0.0 for s in rounds[-2:]]
-    if len(kept) < 2 or any(kept) or any(hinted):
+    others = [mean(s, f"reject/{how}") or 0.0 for s in rounds[-2:] for how in ("hinted", "regenerated")]
+    if len(kept) < 2 or any(kept) or any(others):
         return ""
     return (
         f"two rounds have kept nothing ({stage.method.keep.words()}), so nothing is learned: the policy never says what"

@@ -58,7 +58,8 @@ def apply(
 
 
 def _ask(request: bytes, messages: int) -> dict[str, Any]:
-    """The process's reply. If the process is gone, such as with the thread that started it, it is started once more."""
+    """The process's reply. If the process is gone, such as with the thread that started it, or was killed, it is
+    started once more."""
     with _SERVER.lock:
         for last in (False, True):
             try:
@@ -66,7 +67,7 @@ def _ask(request: bytes, messages: int) -> dict[str, Any]:
             except WorkerError as error:
                 if error.kind == "start":
                     raise DataError(f"the process that renders chat templates did not start: {error.why}") from None
-                if error.kind == "crash" and not isinstance(error, EndedError) and not last:
+                if error.kind == "crash" and (error.killed or not isinstance(error, EndedError)) and not last:
                     continue
                 raise LimitError(
                     f"the chat template was stopped while it wrote {messages} messages: its process"

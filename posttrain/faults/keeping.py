@@ -12,6 +12,7 @@ from posttrain.faults.registry import fault
 
 Real = Callable[..., Any]
 RFT = ("reject.method=rft",)
+SCORED = ("reject.method.regenerate.by=scores", "env.args.judge_steps=true")
 
 
 @fault(
@@ -179,3 +180,43 @@ def _(real: Real) -> Real:
         return []
 
     return demonstrated
+
+
+# --- wrong answers said anew ------------------------------------------------------------------------------------------
+
+
+@fault(
+    "right_steps_said_anew",
+    seam="posttrain.role.regenerate:any_right",
+    what="a step counts as wrong where some completion from its end is wrong",
+    harm="steps that are right are said anew, and what is learned is far from the error",
+    source="C06: the hard label of a step is whether any completion is right",
+    needs="regenerate",
+)
+def _(real: Real) -> Real:
+    return lambda completions: real([min(completions, key=lambda c: c.figure or 0.0)])
+
+
+@fault(
+    "first_wrong_step_late",
+    seam="posttrain.role.regenerate:right_steps",
+    what="answers go on from the end of their first wrong step, and not from before it",
+    harm="the error stays, and what is kept teaches to write it and to come right by chance",
+    source="issue 14: labels one step late",
+    shows=SCORED,
+    needs="regenerate",
+)
+def _(real: Real) -> Real:
+    return lambda scores, at: min(real(scores, at) + 1, len(scores))
+
+
+@fault(
+    "regenerated_is_lost",
+    seam="posttrain.role.kept:regenerated_candidates",
+    what="what was said in place of first wrong steps becomes no candidate",
+    harm="hard prompts cost completions and teach nothing",
+    source="B10: what is right of hard prompts is rare, and what imitation gains is there",
+    needs="regenerate",
+)
+def _(real: Real) -> Real:
+    return lambda regenerated: []

@@ -5,6 +5,7 @@ may raise, which stops the run. Observers never change what is computed.
 
     PlayedEvent           the rollouts were played and judged
     LabelledEvent         answers were cut into steps, and completed from the end of each
+    RegeneratedEvent      wrong answers were said anew from their first wrong step
     KeptEvent             completions were selected to be imitated, and the weights to train are in place
     ScoredEvent           the models scored them; credit is not computed yet
     PackedEvent           a minibatch was packed; there was no forward pass on it yet
@@ -29,6 +30,7 @@ from posttrain.core.scored import Credit, ScoredGroup
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.kept import Candidate
 from posttrain.role.passes import Needs, Passes
+from posttrain.role.regenerate import RegeneratedAnswer
 from posttrain.role.steps import LabelledAnswer
 
 
@@ -53,6 +55,13 @@ class LabelledEvent:
     index: int
     """The step, counted from 1."""
     answers: tuple[LabelledAnswer, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RegeneratedEvent:
+    index: int
+    """The step, counted from 1."""
+    answers: tuple[RegeneratedAnswer, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +124,7 @@ Event = (
     PlayedEvent
     | KeptEvent
     | LabelledEvent
+    | RegeneratedEvent
     | ScoredEvent
     | PackedEvent
     | DifferentiatedEvent

@@ -25,6 +25,7 @@ from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Sampler
 from posttrain.core.queued import QueuedGroup
 from posttrain.core.request import PassRate, RolloutRequest, StepNumber
+from posttrain.core.role_row import RoleRow
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Group, Said, Task
 from posttrain.plan.staleness import capacity
@@ -73,6 +74,10 @@ class GroupSource(Protocol):
     async def learned(self) -> None:
         """Called after each step, with its weights in place."""
 
+    def clock(self) -> Mapping[str, float]:
+        """How full it was when the last step came for its groups. It depends on time, so no digest covers it."""
+        ...
+
     async def close(self) -> None:
         """Cancel what is on its way."""
 
@@ -109,6 +114,9 @@ class Waves:
 
     async def learned(self) -> None:
         return
+
+    def clock(self) -> Mapping[str, float]:
+        return {}
 
     async def close(self) -> None:
         return
@@ -213,6 +221,8 @@ class GroupQueue:
     _given_up: list[AskedGroup] = field(default_factory=list[AskedGroup])
     _lost: int = 0
     """Groups that were given up since the last step began."""
+    _full: Mapping[str, float] = field(default_factory=dict[str, float])
+    """How full it was when the last step began."""
     _error: Exception | None = None
 
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
@@ -220,6 +230,7 @@ class GroupQueue:
         self.versions.append(version)
         self._ask_given_up()
         self._admit()
+        self._full = {"queue/groups": float(len(self._waiting)), "queue/ended": float(self._ended)}
         played, passed, begun, said = list[Group](), list[bool](), list[int](), Gauge(0, 0)
         while self._taken < request.groups and len(played) < request.most * request.groups:
             if self._error is not None:
@@ -276,6 +287,26 @@ class GroupQueue:
         while running := [a.group for a in self._waiting if not a.group.done()]:
             await asyncio.wait(running)
             self._admit()
+
+    def clock(self) -> Mapping[str, float]:
+        return self._full
+
+    @property
+    def _ended(self) -> int:
+        """Groups that have ended and wait for their step."""
+        return sum(a.group.done() for a in list(self._waiting))
+
+    def row(self) -> RoleRow:
+        """What it holds now. It may be asked from any thread."""
+        waiting = list(self._waiting)
+        return RoleRow(
+            name="queue",
+            doing="asks ahead" if waiting else "empty",
+            depth=f"{len(waiting)} groups, {self._ended} ended",
+            more=f"of step {self.index} and later; the oldest was asked under version {waiting[0].begun}"
+            if waiting
+            else "",
+        )
 
     async def close(self) -> None:
         running = [a.group for a in self._waiting]

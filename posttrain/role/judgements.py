@@ -85,12 +85,21 @@ def longest(judgement: Judgement, renderer: PairRenderer) -> int:
     )
 
 
+def misfit(judgement: Judgement, renderer: PairRenderer, context: int) -> str:
+    """What is wrong with a judgement that does not fit into the context, with its place; '' where it fits."""
+    tokens = longest(judgement, renderer)
+    return "" if tokens <= context else str(judgement.told(f"a completion with its prompt has {tokens} tokens"))
+
+
 @dataclass(frozen=True)
 class FittingTasks:
     """A finite source without the tasks whose judgements do not fit into the context."""
 
     tasks: tuple[Task, ...]
     left_out: int
+    """Tasks that do not fit, held-out ones too."""
+    asked: int
+    """All tasks, held-out ones too."""
     first: str
     """About the first one that was left out; empty where none was."""
 
@@ -104,18 +113,16 @@ class FittingTasks:
     @staticmethod
     def of(environment: Environment, kind: Kind, renderer: PairRenderer, context: int) -> FittingTasks | None:
         """Those of the training tasks, or None where they are generated without end."""
-        source = environment.train
+        source, held = environment.train, environment.heldout
         if source.count is None:
             return None
-        fit, first, left_out = list[Task](), "", 0
-        for task in (source.task(i) for i in range(source.count)):
-            judged = drawn(environment, [(task, 0)], kind, seed=0, stage="")[0]
-            if (tokens := longest(judged, renderer)) <= context:
-                fit.append(task)
-                continue
-            left_out += 1
-            first = first or str(judged.told(f"a completion with its prompt has {tokens} tokens"))
-        return FittingTasks(tuple(fit), left_out, first)
+        train = [source.task(i) for i in range(source.count)]
+        why = [
+            misfit(drawn(environment, [(task, 0)], kind, seed=0, stage="")[0], renderer, context)
+            for task in (*train, *held)
+        ]
+        fit = tuple(task for task, wrong in zip(train, why[: len(train)], strict=True) if not wrong)
+        return FittingTasks(fit, sum(map(bool, why)), len(why), next(filter(None, why), ""))
 
 
 def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: int) -> Batch:

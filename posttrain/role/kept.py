@@ -1,6 +1,6 @@
 """What a rejection sampling stage keeps of its own samples, and the minibatches that imitate it.
 
-    episodes -> candidates   judged, whole, and under the prompt without a hint
+    episodes -> candidates   judged, whole, and under the prompt without a hint; regenerated ones too
     candidates -> kept       by the method's rule, equal ones once, a limit a prompt
     kept -> minibatches      shuffled passes, each a function of (seed, stage, round, pass)
 
@@ -28,6 +28,7 @@ from posttrain.core.pieces.keep import Keep
 from posttrain.core.rejection import RejectionMethod
 from posttrain.core.types import SHOWN, Episode, Group, Segment, Task
 from posttrain.role.demonstrate import LIKELIHOOD
+from posttrain.role.regenerate import RegeneratedAnswer
 
 FILE = "candidates.safetensors"
 HINTED = "/hinted"
@@ -47,6 +48,14 @@ class Candidate:
     """Its tokens, under the prompt that a rollout of the task gets; several where history was rewritten."""
     hinted: bool = False
     """Whether the policy was given the answer as a hint."""
+    begun: tuple[int, int] | None = None
+    """Of a completion from the end of a step of a wrong answer: that answer's sibling, and how many steps it kept of
+    it. Its own `sibling` is then its number among the completions from there."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the policy said all of it at once, without a hint."""
+        return not self.hinted and self.begun is None
 
     @cached_property
     def key(self) -> bytes:
@@ -97,22 +106,39 @@ def whole(e: Episode) -> bool:
     return not e.stop.cut and not e.cut and e.spoken > 0 and not e.shown
 
 
-def candidates_of(plain: Sequence[Group], hinted: Sequence[Group] = ()) -> Asked:
-    """The candidates of a round's rollouts, with and without hints, in prompt order."""
+def candidates_of(
+    plain: Sequence[Group], hinted: Sequence[Group] = (), regenerated: Sequence[RegeneratedAnswer] = ()
+) -> Asked:
+    """The candidates of a round: of its rollouts, of wrong answers that were regenerated, and of rollouts with hints,
+    each in prompt order."""
     prompts = {g.task.id: prompt_ids(g) for g in plain}
     found: list[Candidate] = []
     cut = 0
-    for group, own in [*((g, False) for g in plain), *((g, True) for g in hinted)]:
-        name = group.task.id.removesuffix(HINTED) if own else group.task.id
-        for e in group.judged:
-            if not whole(e):
-                cut += not own
-                continue
-            segments = tuple(imitation(s, without_hint(prompts, name) if own else None) for s in e.segments)
-            assert e.reward is not None  # judged
-            found.append(Candidate(name, e.visit, e.sibling, e.reward, segments, own))
+    for e in (e for g in plain for e in g.judged):
+        cut += not whole(e)
+        found += [_candidate(e, e.task.id)] if whole(e) else []
+    found += regenerated_candidates(regenerated)
+    for e in (e for g in hinted for e in g.judged if whole(e)):
+        name = e.task.id.removesuffix(HINTED)
+        found.append(replace(_candidate(e, name, without_hint(prompts, name)), hinted=True))
     unjudged = sum(len(g.episodes) - len(g.judged) for g in plain)
     return Asked(tuple(found), len(plain), sum(len(g.judged) for g in plain), unjudged, cut, len(hinted))
+
+
+def _candidate(e: Episode, name: str, prompt: np.ndarray | None = None) -> Candidate:
+    assert e.reward is not None  # judged
+    return Candidate(name, e.visit, e.sibling, e.reward, tuple(imitation(s, prompt) for s in e.segments))
+
+
+def regenerated_candidates(regenerated: Sequence[RegeneratedAnswer]) -> list[Candidate]:
+    """What was said in place of first wrong steps. Siblings that begin alike share their completions, and each of these
+    is a candidate once."""
+    found: dict[Episode, Candidate] = {}
+    for a in regenerated:
+        for c in a.completions:
+            if c.reward is not None and whole(c) and c not in found:
+                found[c] = replace(_candidate(c, c.task.id), begun=(a.episode.sibling, a.kept))
+    return list(found.values())
 
 
 def without_hint(prompts: Mapping[str, np.ndarray | None], name: str) -> np.ndarray | None:
@@ -120,8 +146,9 @@ def without_hint(prompts: Mapping[str, np.ndarray | None], name: str) -> np.ndar
     return prompts[name]
 
 
-def to_hint(plain: Sequence[Group], keep: Keep) -> list[Group]:
-    """The groups that are asked again with a hint: some completion was judged, and none that was is kept.
+def to_ask_again(plain: Sequence[Group], keep: Keep) -> list[Group]:
+    """The groups that are asked again, with a hint or from their steps: some completion was judged, and none that was
+    is kept.
 
     Where nothing could be judged, nothing is known. Where history was rewritten, a completion has no one prompt.
     """
@@ -151,17 +178,18 @@ class Selection:
     over: int
     """Of these, the ones over the limit of a prompt."""
     distinct: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Different completions that the rule chose of each prompt, before the limit; of samples without a hint."""
+    """Different completions that the rule chose of each prompt, before the limit; of plain samples."""
 
     def gauges(self, asked: Asked, round: int) -> Gauges:
-        plain = [c for c in self.kept if not c.hinted]
+        plain = [c for c in self.kept if c.plain]
         return {
             "reject/round": Gauge(round, 1),
             "reject/kept": Gauge(len(plain), asked.judged),
             "reject/covered": Gauge(len({c.prompt for c in plain}), asked.prompts),
             "reject/duplicates": Gauge(self.duplicates, self.passing),
             "reject/distinct": Gauge(sum(self.distinct.values()), len(self.distinct)),
-            "reject/hinted": Gauge(len(self.kept) - len(plain), len(self.kept)),
+            "reject/hinted": Gauge(sum(c.hinted for c in self.kept), len(self.kept)),
+            "reject/regenerated": Gauge(sum(c.begun is not None for c in self.kept), len(self.kept)),
             "reject/cut": Gauge(asked.cut, asked.judged),
             "reject/reward": Gauge.of([c.reward for c in self.kept]),
         }
@@ -179,7 +207,7 @@ def select(candidates: Sequence[Candidate], method: RejectionMethod, improvement
     for name, ones in prompts.items():
         chosen = [ones[i] for i in method.keep.chosen([c.reward for c in ones], improvement)]
         different = once(chosen) if method.distinct else chosen
-        if own := {c.key for c in chosen if not c.hinted}:
+        if own := {c.key for c in chosen if c.plain}:
             distinct[name] = len(own)
         few = different if method.most is None else different[: method.most]
         passing, duplicates = passing + len(chosen), duplicates + len(chosen) - len(different)
@@ -227,9 +255,7 @@ def write(folder: Path, asked: Asked) -> None:
         {
             "counts": np.array([asked.prompts, asked.judged, asked.unjudged, asked.cut, asked.hints], np.int64),
             "prompts": np.frombuffer(names, np.uint8).copy(),
-            "places": np.array([[c.visit, c.sibling, c.hinted, len(c.segments)] for c in ones], np.int64).reshape(
-                -1, 4
-            ),
+            "places": np.array([_place(c) for c in ones], np.int64).reshape(-1, 6),
             "rewards": np.array([c.reward for c in ones], np.float64),
             "lengths": np.array([len(s.ids) for s in segments], np.int64),
             "ids": np.concatenate([np.zeros(0, np.int32), *(s.ids for s in segments)]),
@@ -237,6 +263,12 @@ def write(folder: Path, asked: Asked) -> None:
         },
         folder / FILE,
     )
+
+
+def _place(c: Candidate) -> tuple[int, ...]:
+    """What tells a candidate from the others of its prompt, and how many segments it has. 0 steps were kept of an
+    answer where none was regenerated."""
+    return (c.visit, c.sibling, int(c.hinted), *(c.begun or (0, 0)), len(c.segments))
 
 
 def read(folder: Path) -> Asked:
@@ -257,8 +289,10 @@ def read(folder: Path) -> Asked:
         found: list[Candidate] = []
         at = 0
         for name, place, reward in zip(names, held["places"].tolist(), held["rewards"].tolist(), strict=True):
-            visit, sibling, hinted, count = place
-            found.append(Candidate(name, visit, sibling, reward, tuple(segments[at : at + count]), bool(hinted)))
+            visit, sibling, hinted, of, kept, count = place
+            begun = (of, kept) if kept else None
+            own = tuple(segments[at : at + count])
+            found.append(Candidate(name, visit, sibling, reward, own, bool(hinted), begun))
             at += count
         return Asked(tuple(found), *(int(x) for x in held["counts"]))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from posttrain.core.judgements import Judgement, Kind, Label, Rating
 from posttrain.core.ports import Environment, Learner, PairRenderer
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.streams import RATING, SIDE, STEP, WEIGHT
+from posttrain.core.types import Episode
 from posttrain.diagnose.reward_quality import flattery
 from posttrain.role.judgements import HELDOUT, AgreementReport, batch_of, completions
 from posttrain.role.step_scores import step_labels, step_scores
@@ -183,6 +184,36 @@ def scored_judgements(
     partners = _partners(judged, np.array(worth), np.array(unit))
     flattering = np.array([float(flattery(text)) for j in judged for text, _ in completions(j)])
     return ScoredJudgements(np.array(score), np.array(worth), np.array(tokens), flattering, partners)
+
+
+def scored_answers(
+    answers: Sequence[Sequence[Episode]],
+    worth: Callable[[Episode], float | None],
+    learner: Learner,
+    renderer: PairRenderer,
+    context: int,
+) -> ScoredJudgements:
+    """The answers of a policy, prompt by prompt, with their scores; those of one prompt are a unit.
+
+    Args:
+        worth: what an answer is worth, known of all. Values are rounded to 1e-9, so that float noise is no order.
+    """
+    episodes = [e for of_prompt in answers for e in of_prompt]
+    judged = [Label(task=e.task, completion=e.text, good=True) for e in episodes]
+    score: list[float] = []
+    tokens: list[float] = []
+    for i in range(0, len(judged), PART):
+        batch = batch_of(judged[i : i + PART], renderer, context)
+        score += learner.rewards(batch).astype(np.float64).tolist()
+        tokens += np.bincount(batch.segment_M, minlength=len(batch.lengths_S)).astype(np.float64).tolist()
+    values = [value for e in episodes if (value := worth(e)) is not None]
+    return ScoredJudgements(
+        np.array(score),
+        np.round(np.array(values, np.float64), 9),
+        np.array(tokens),
+        np.array([float(flattery(e.text)) for e in episodes]),
+        np.repeat(np.arange(len(answers)), [len(of_prompt) for of_prompt in answers]),
+    )
 
 
 def _partners(judged: Sequence[Judgement], worth: np.ndarray, unit: np.ndarray) -> np.ndarray:

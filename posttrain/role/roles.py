@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from posttrain.algorithm.steer import AdaptiveState
+from posttrain.core import seeds
 from posttrain.core.book import Book
 from posttrain.core.ports import Dialogue, Environment, Learner, PairRenderer, Reference, TaskSource
 from posttrain.core.preference_stage import OnlinePreference, Preference
@@ -26,6 +27,7 @@ from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
 from posttrain.role.prompts import Prompts
 from posttrain.role.reference_scores import ReferenceScores
+from posttrain.role.regenerate import Regenerator
 from posttrain.role.replay_buffer import ReplayBuffer
 from posttrain.role.rollout import Rollout
 from posttrain.role.steps import StepLabeler, TokenEnds
@@ -49,6 +51,19 @@ class RoleCosts:
     """The same of the whole stage."""
     _open: list[float] = field(default_factory=list[float])
     """What the roles that are not over had in use before a role within them began."""
+    _now: tuple[tuple[str, float], ...] = ()
+    """(role, when it began) of the roles that are not over, the innermost last."""
+
+    @property
+    def now(self) -> tuple[str, float] | None:
+        """The innermost role that is not over, and the seconds since it began; None between roles. It may be asked from
+        any thread."""
+        open_now = self._now
+        return (open_now[-1][0], time.perf_counter() - open_now[-1][1]) if open_now else None
+
+    def spent(self, role: str) -> float:
+        """Seconds of a role so far, of the whole stage. It may be asked from any thread."""
+        return self.total.get(role, 0.0) + sum(time.perf_counter() - since for name, since in self._now if name == role)
 
     @contextmanager
     def of(self, role: str) -> Iterator[None]:
@@ -57,9 +72,11 @@ class RoleCosts:
         self._open.append(0.0)
         self.peak.reset()
         begun = time.perf_counter()
+        self._now = (*self._now, (role, begun))
         try:
             yield
         finally:
+            self._now = self._now[:-1]
             spent = time.perf_counter() - begun
             self.seconds[role] = self.seconds.get(role, 0.0) + spent
             self.total[role] = self.total.get(role, 0.0) + spent
@@ -149,9 +166,14 @@ class OnlineRoles(StageRoles[OnlinePreference]):
     prompts: Prompts
     reference: Reference | None
     opponent: Opponent | None = None
-    """Who says the second completion of each prompt; None: the policy itself."""
+    """Who says the completions of `stage.opposed`; None: the policy itself."""
     other_environments: tuple[Environment, ...] = ()
     """Other environments on which the run or a later stage is evaluated."""
+
+    @property
+    def place(self) -> int:
+        """By which the completions are drawn that are kept for pairs."""
+        return seeds.key(self.run.seed, "pairs", self.stage.name)
 
 
 @dataclass(kw_only=True)
@@ -162,6 +184,8 @@ class RejectionRoles(DataRoles[Rejection]):
     """The stage's sampling settings, resolved."""
     rollout: Rollout
     prompts: Prompts
+    regenerator: Regenerator | None = None
+    """Says wrong answers anew from their first wrong step, where the method asks for it."""
     reference: Reference | None = None
     """None: nothing here compares with one. Checks of sampling stages ask for it."""
     other_environments: tuple[Environment, ...] = ()

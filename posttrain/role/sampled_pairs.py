@@ -1,4 +1,4 @@
-"""Pairs of the policy's own completions: which of a prompt's samples is preferred to which."""
+"""Pairs of sampled completions: which of a prompt's samples is preferred to which."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from posttrain.core import seeds
 from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.pieces.judged import BestWorst
+from posttrain.core.pieces.draw import BestWorst, RejectionSampled
 from posttrain.core.pieces.link import Nash
 from posttrain.core.preference import PreferenceAlgorithm
 from posttrain.core.spread import rounding, spread
@@ -35,12 +36,12 @@ class SampledPair:
 
 @dataclass(frozen=True, eq=False)
 class SampledPairs:
-    """The pairs of a step, and what became of the other prompts."""
+    """The pairs of a step, and what became of the others."""
 
     pairs: tuple[SampledPair, ...]
     tied: int
-    """Prompts whose completions were all judged alike, up to rounding. They teach nothing, and are left out, but with
-    link=nash, whose divergence to the reference holds at any preference."""
+    """Pairs whose two completions were judged alike, up to rounding; of best and worst, all of a prompt. They teach
+    nothing, and are left out, but with link=nash, whose divergence to the reference holds at any preference."""
     unjudged: int
     """Prompts with fewer than two completions that were judged and have a token."""
 
@@ -55,28 +56,71 @@ class SampledPairs:
         }
 
 
-def sampled_pairs(groups: Sequence[Group], a: PreferenceAlgorithm) -> SampledPairs:
-    """One pair of each group: its first two judged completions, or with `BestWorst` the best and the worst one.
+def rejection_sampled(rewards: np.ndarray, keep: int, temperature: float, rng: np.random.Generator) -> list[int]:
+    """The candidates that are kept, in the order in which they pass (2309.06657, algorithm 1).
 
-    Of equal ones the first is taken, so that the choice depends on what was sampled alone.
+    A round keeps each candidate that is left with probability exp((R - max R) / temperature), the largest R of those
+    left. The best one always passes, so `keep` rounds are enough. What the first round keeps is distributed as ref *
+    exp(R / temperature), where the largest reward that ref can say is among the candidates. The paper's program joins
+    equal texts; here each sample counts, as the distribution wants.
+
+    Args:
+        rewards: float64 [C], of candidates drawn from ref.
+        rng: gives C uniforms a round, of kept candidates too, so that a candidate's number depends on its place alone.
+
+    Returns:
+        min(keep, C) places among the candidates.
+    """
+    left, kept = list(range(len(rewards))), list[int]()
+    while left and len(kept) < keep:
+        uniform = rng.random(len(rewards))
+        most = max(rewards[i] for i in left)
+        passed = [i for i in left if uniform[i] < math.exp((rewards[i] - most) / temperature)]
+        kept += passed
+        left = [i for i in left if i not in passed]
+    return kept[:keep]
+
+
+def compared(group: Group, a: PreferenceAlgorithm, place: int) -> list[list[Episode]]:
+    """The completions of a prompt that are compared with each other: each list gives one pair, its best and its worst.
+    [] where fewer than two were judged and have a token."""
+    judged = [e for e in group.judged if not e.shown and e.spoken]
+    if len(judged) < 2:
+        return []
+    if isinstance(a.draw, BestWorst):
+        return [judged]
+    if not isinstance(a.draw, RejectionSampled):
+        return [judged[:2]]
+    rng = seeds.generator(place, "pairs", group.task.id, group.visit)
+    rewards = np.array([e.reward for e in judged], np.float64)
+    kept = rng.permutation(rejection_sampled(rewards, a.draw.keep, a.draw.temperature, rng))
+    return [[judged[i], judged[j]] for i, j in kept[: len(kept) // 2 * 2].reshape(-1, 2)]
+
+
+def sampled_pairs(groups: Sequence[Group], a: PreferenceAlgorithm, place: int) -> SampledPairs:
+    """The pairs of each group: its first two judged completions, with `BestWorst` the best and the worst one, with
+    `RejectionSampled` those that are kept, two and two.
+
+    Of equal ones the first is taken, so that the choice depends on what was sampled, and on `place`, alone.
+
+    Args:
+        place: of this stage of this run (`seeds.key`); what is kept is drawn by it.
     """
     pairs: list[SampledPair] = []
     tied = unjudged = 0
     for group in groups:
-        judged = [e for e in group.judged if not e.shown and e.spoken]
-        if len(judged) < 2:
-            unjudged += 1
-            continue
-        considered = judged if isinstance(a.draw, BestWorst) else judged[:2]
-        rewards = np.array([e.reward for e in considered], np.float64)
-        noise = rounding([size(e.verdicts) for e in considered], max(resolution(e.verdicts) for e in considered))
-        if spread(rewards, noise):
-            best, worst = considered[int(np.argmax(rewards))], considered[int(np.argmin(rewards))]
-            pairs.append(SampledPair(best, worst, float(rewards.max() - rewards.min())))
-        elif isinstance(a.link, Nash):
-            pairs.append(SampledPair(considered[0], considered[1], 0.0))
-        else:
-            tied += 1
+        sets = compared(group, a, place)
+        unjudged += not sets
+        for considered in sets:
+            rewards = np.array([e.reward for e in considered], np.float64)
+            noise = rounding([size(e.verdicts) for e in considered], max(resolution(e.verdicts) for e in considered))
+            if spread(rewards, noise):
+                best, worst = considered[int(np.argmax(rewards))], considered[int(np.argmin(rewards))]
+                pairs.append(SampledPair(best, worst, float(rewards.max() - rewards.min())))
+            elif isinstance(a.link, Nash):
+                pairs.append(SampledPair(considered[0], considered[1], 0.0))
+            else:
+                tied += 1
     return SampledPairs(tuple(pairs), tied, unjudged)
 
 

@@ -174,25 +174,15 @@ class StepLabeler:
     async def _answer(
         self, e: Episode, known: dict[bytes, asyncio.Task[tuple[Episode, ...]]], judging: SiblingVerdicts
     ) -> LabelledAnswer | None:
-        if len(e.turns) != 1:
-            raise ConfigError(
-                f"{self.stage.name}: an answer to task {e.task.id!r} has {len(e.turns)} turns, and steps are labelled"
-                " in answers of one turn: use an environment without tools or seats"
-            )
-        spoken = e.segments[-1].ids[e.segments[-1].mask]
-        ends = step_ends(e.text, self.stage.separator)
-        tokens = self.ends.upto(spoken, ends)
-        if not ends or len(set(tokens)) < len(tokens):
+        spoken, tokens = self.said(e), self.cut(e)
+        if not tokens:
             return None
         asked: list[asyncio.Task[tuple[Episode, ...]] | tuple[Episode, ...]] = []
         for number, upto in enumerate(tokens, 1):
             if upto == len(spoken) and e.stop in ENDED:
                 asked.append((e,))
                 continue
-            begun = spoken[:upto].tobytes()
-            if begun not in known:
-                known[begun] = asyncio.create_task(self._completions(e, number, upto, judging))
-            asked.append(known[begun])
+            asked.append(self.from_step(e, number, upto, known, judging))
         completions = tuple([x if isinstance(x, tuple) else await x for x in asked])
         judged = [[c.figure for c in own if c.figure is not None] for own in completions]
         if not all(judged):
@@ -201,6 +191,39 @@ class StepLabeler:
             right=tuple(sum(x >= SOLVED for x in own) for own in judged), asked=tuple(len(own) for own in judged)
         )
         return LabelledAnswer(e, steps_of_text(e.text, self.stage.separator), tokens, values, completions)
+
+    def said(self, e: Episode) -> np.ndarray:
+        """The spoken tokens of an answer.
+
+        Raises:
+            ConfigError: the answer has several turns.
+        """
+        if len(e.turns) != 1:
+            raise ConfigError(
+                f"{self.stage.name}: an answer to task {e.task.id!r} has {len(e.turns)} turns, and steps are completed"
+                " in answers of one turn: use an environment without tools or seats"
+            )
+        return e.segments[-1].ids[e.segments[-1].mask]
+
+    def cut(self, e: Episode) -> tuple[int, ...]:
+        """Spoken tokens up to the end of each step. None where it has no step, or two steps end with one token."""
+        tokens = self.ends.upto(self.said(e), step_ends(e.text, self.stage.separator))
+        return tokens if len(set(tokens)) == len(tokens) else ()
+
+    def from_step(
+        self,
+        e: Episode,
+        number: int,
+        upto: int,
+        known: dict[bytes, asyncio.Task[tuple[Episode, ...]]],
+        judging: SiblingVerdicts,
+    ) -> asyncio.Task[tuple[Episode, ...]]:
+        """The completions of the answer up to token `upto`, which ends step `number` (from 1). Siblings with the same
+        beginning share them, through `known`."""
+        beginning = self.said(e)[:upto].tobytes()
+        if beginning not in known:
+            known[beginning] = asyncio.create_task(self._completions(e, number, upto, judging))
+        return known[beginning]
 
     async def _completions(self, e: Episode, number: int, upto: int, judging: SiblingVerdicts) -> tuple[Episode, ...]:
         """The answer up to token `upto`, which ends step `number` (from 1), completed several times."""

@@ -9,7 +9,7 @@ from posttrain.search.steps import Beginning, StepSearch
 
 
 async def beam(search: StepSearch, task: Task, *, width: int, expand: int, steps: int = 64) -> Beginning:
-    """The best answer of a beam.
+    """The best answer of a beam, of those that ended. Where none did, the best beginning is ended.
 
     Args:
         width: beginnings that are kept after each step.
@@ -19,8 +19,8 @@ async def beam(search: StepSearch, task: Task, *, width: int, expand: int, steps
     ones = [Beginning(np.zeros(0, np.int32))]
     for number in range(steps):
         going = [b for b in ones if b.stop is None]
-        if not going:
+        if not going or not search.goes_on(task):
             break
         grown = await search.grown(task, going, expand if number else width * expand, f"beam/{number}")
         ones = sorted([*(b for b in ones if b.stop is not None), *grown], key=search.worth, reverse=True)[:width]
-    return max(ones, key=search.worth)
+    return await search.ended(task, ones)

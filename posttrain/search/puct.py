@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from posttrain.core.types import Task
+from posttrain.search.audit import tree_adds_up
 from posttrain.search.steps import Beginning, StepSearch
 
 
@@ -20,6 +21,8 @@ class TreeNode:
     children: list[TreeNode] = field(default_factory=list["TreeNode"])
     visits: int = 0
     total: float = 0.0
+    found: list[float] = field(default_factory=list[float])
+    """The values that were found at this node itself."""
 
     @property
     def value(self) -> float:
@@ -42,6 +45,7 @@ class TreeNode:
 
     def back_up(self, value: float) -> None:
         """Tell a value that was found here to this node and to all above it."""
+        self.found.append(value)
         node: TreeNode | None = self
         while node is not None:
             node.visits, node.total = node.visits + 1, node.total + value
@@ -54,7 +58,7 @@ class TreeNode:
 async def tree_search(
     search: StepSearch, task: Task, *, expansions: int, expand: int, exploration: float = 1.0
 ) -> Beginning:
-    """The best answer of a tree search, of those that ended; where none did, the best beginning.
+    """The best answer of a tree search, of those that ended. Where none did, the best beginning is ended.
 
     Args:
         expansions: how often a node is given children.
@@ -62,7 +66,7 @@ async def tree_search(
     """
     root = TreeNode(Beginning(np.zeros(0, np.int32)))
     for number in range(expansions):
-        if root.finished:
+        if root.finished or not search.goes_on(task):
             break
         node = root
         while node.children:
@@ -71,6 +75,5 @@ async def tree_search(
         node.children = [TreeNode(b, node) for b in grown]
         for child in node.children:
             child.back_up(search.worth(child.beginning))
-    leaves = root.leaves()
-    ended = [x for x in leaves if x.beginning.stop is not None]
-    return max(ended or leaves, key=lambda x: search.worth(x.beginning)).beginning
+    tree_adds_up(root, task.id)
+    return await search.ended(task, [x.beginning for x in root.leaves()])

@@ -1,29 +1,32 @@
-"""The next steps of an answer, sampled by an engine and scored by a process reward model.
+"""The next steps of an answer, or whole answers, sampled by an engine and scored.
 
 All continuations of a beginning share it in the engine's cache. What a search spends is counted in tokens that were
-said; what was said before it went on is not counted again.
+said; what was said before it went on is not counted again. What scores them is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
-from posttrain.core.ports import Attempt, Environment, Sampler
+from posttrain.core.ports import Attempt, Environment, EpisodeJudge, Sampler
 from posttrain.core.process import Aggregate, aggregated, step_ends
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Segment, Task
+from posttrain.core.types import Episode, Segment, Task
 from posttrain.core.verdict import SOLVED, outcome
 from posttrain.role.concurrency import together
 from posttrain.role.probe import READ
 from posttrain.role.step_judge import StepScorer
 from posttrain.role.steps import TokenEnds
+from posttrain.search.audit import said_by_one_version
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,16 +46,21 @@ class Beginning:
 
 @dataclass
 class StepSearch:
-    """What every search over steps uses: the engine, the scorer, and the count of what was spent.
+    """What every search uses: the engine, what scores, and the count of what was spent.
 
     Args:
+        scorer: scores steps. None: steps have no score.
         prompt: the prompt of a task as token ids.
         text: decodes token ids, without the stop token.
-        sampling: of the policy, resolved; a search stops it at each separator.
+        sampling: of the policy, resolved; a search over steps stops it at each separator.
+        judge: scores whole answers, where there is no `scorer`.
+        verified: whole answers are scored by the environment's own verdict, where neither of these is given.
+        budget: tokens a task; a search that has spent them begins nothing more. 0: no limit.
+        version: of the weights that say all of it. None: those that say the first token.
     """
 
     sampler: Sampler
-    scorer: StepScorer
+    scorer: StepScorer | None
     environment: Environment
     prompt: Callable[[Task], np.ndarray]
     text: Callable[[np.ndarray], str]
@@ -60,9 +68,22 @@ class StepSearch:
     separator: str
     aggregate: Aggregate = "min"
     seed: int = 0
-    spent: int = 0
-    """Tokens said since the search began."""
+    judge: EpisodeJudge | None = None
+    verified: bool = False
+    budget: int = 0
+    version: int | None = None
+    spent_on: Counter[str] = field(default_factory=Counter[str])
+    """Tokens said since the search began, by task."""
     _prompts: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+
+    @property
+    def spent(self) -> int:
+        """Tokens said for all tasks."""
+        return self.spent_on.total()
+
+    def goes_on(self, task: Task) -> bool:
+        """Whether the budget lets a search begin something more for this task."""
+        return not self.budget or self.spent_on[task.id] < self.budget
 
     def seen(self, task: Task) -> np.ndarray:
         if task.id not in self._prompts:
@@ -70,19 +91,33 @@ class StepSearch:
         return self._prompts[task.id]
 
     async def whole(self, task: Task, count: int) -> list[Beginning]:
-        """`count` whole answers, each with the scores of its steps."""
-        found = await together(
-            [self._say(task, Beginning(np.zeros(0, np.int32)), self.sampling, f"answer/{i}") for i in range(count)]
-        )
-        return self.scored(task, found)
+        """`count` whole answers, each with its scores; fewer, but at least one, where the budget is spent before."""
+        nothing = Beginning(np.zeros(0, np.int32))
+
+        def answer(i: int) -> Coroutine[Any, Any, Beginning]:
+            return self._say(task, nothing, self.sampling, f"answer/{i}")
+
+        if not self.budget:
+            return await self.scored(task, await together([answer(i) for i in range(count)]))
+        found = [await answer(0)]
+        while len(found) < count and self.goes_on(task):
+            found.append(await answer(len(found)))
+        return await self.scored(task, found)
+
+    async def ended(self, task: Task, ones: Sequence[Beginning]) -> Beginning:
+        """The best of those that ended. Where none did, the best of all is continued to its end."""
+        if not (over := [b for b in ones if b.stop is not None]):
+            begun = max(ones, key=self.worth)
+            over = await self.scored(task, [await self._say(task, begun, self.sampling, "end")])
+        return max(over, key=self.worth)
 
     async def grown(self, task: Task, ones: Sequence[Beginning], count: int, place: str) -> list[Beginning]:
         """`count` continuations of each beginning by one step, equal ones once, with the new step's score."""
-        stepwise = replace(self.sampling, stop=(self.separator,))
+        stepwise = replace(self.sampling, stop=(*self.sampling.stop, self.separator))
         found = await together(
             [self._say(task, b, stepwise, f"{place}/{n}/{i}") for n, b in enumerate(ones) for i in range(count)]
         )
-        return self.scored(task, list({b.key: b for b in found}.values()))
+        return await self.scored(task, list({b.key: b for b in found}.values()))
 
     async def _say(self, task: Task, begun: Beginning, sampling: Sampling, place: str) -> Beginning:
         left = self.sampling.max_tokens - len(begun.ids)
@@ -91,18 +126,35 @@ class StepSearch:
         ids = np.concatenate([self.seen(task), begun.ids]).astype(np.int32)
         key = seeds.key(self.seed, "search", task.id, place)
         said = await self.sampler.generate(ids, replace(sampling, max_tokens=left, min_tokens=0), key)
-        self.spent += len(said.ids)
-        goes_on = said.stop is Stop.STRING and sampling.stop == (self.separator,)
+        self.version = int(said.version[0]) if self.version is None else self.version
+        said_by_one_version(said.version, self.version, task.id)
+        self.spent_on[task.id] += len(said.ids)
+        stepwise = said.stop is Stop.STRING and self.separator in sampling.stop
+        further = stepwise and self.separator in self.text(said.ids)
         return Beginning(
-            np.concatenate([begun.ids, said.ids]).astype(np.int32), begun.scores, None if goes_on else said.stop
+            np.concatenate([begun.ids, said.ids]).astype(np.int32), begun.scores, None if further else said.stop
         )
 
-    def scored(self, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
-        """Each with the scores of all of its steps, read off one pass of the reward model."""
+    async def scored(self, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
+        """Each with the scores of all of its steps, or with the one score of the whole answer. No score, where nothing
+        scores or what scores failed."""
         if not ones:
             return []
+        if self.scorer is not None:
+            return self._by_steps(self.scorer, task, ones)
+        if self.judge is not None:
+            episodes = [self._episode(task, b, i) for i, b in enumerate(ones)]
+            values = [outcome(judged) for judged in await self.judge.judge(episodes)]
+        elif self.verified:
+            values = await together([self.verdict(task, b) for b in ones])
+        else:
+            return list(ones)
+        return [replace(b, scores=() if v is None else (v,)) for b, v in zip(ones, values, strict=True)]
+
+    def _by_steps(self, scorer: StepScorer, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
+        """The scores of all steps, read off one pass of the reward model."""
         packed = Packed.of([self._segment(task, b) for b in ones])
-        score_M, ends = self.scorer.tokens(packed), TokenEnds(self.text)
+        score_M, ends = scorer.tokens(packed), TokenEnds(self.text)
         out: list[Beginning] = []
         for s, b in enumerate(ones):
             own = score_M[packed.segment_M == s]
@@ -120,8 +172,17 @@ class StepSearch:
         """Its steps' scores as one number; an answer without a step is worth 0."""
         return aggregated(b.scores, self.aggregate) if b.scores else 0.0
 
-    async def right(self, task: Task, b: Beginning) -> bool:
-        """Whether the environment judges it right."""
+    def _episode(self, task: Task, b: Beginning, sibling: int) -> Episode:
+        """An answer as judges of episodes read it."""
+        stop, text = b.stop or Stop.LENGTH, self.text(b.ids)
+        return Episode(task, 0, sibling, (self._segment(task, b),), stop, (), text, turns=(len(b.ids),))
+
+    async def verdict(self, task: Task, b: Beginning) -> float | None:
+        """The environment's outcome of an answer; None where it could not be judged."""
         attempt = Attempt(task, (self.text(b.ids),), b.stop or Stop.LENGTH, ids=tuple(b.ids.tolist()))
-        found = outcome(await self.environment.judge(attempt))
-        return found is not None and found >= SOLVED
+        return outcome(await self.environment.judge(attempt))
+
+    async def right(self, task: Task, b: Beginning) -> bool | None:
+        """Whether the environment judges it right; None where it could not be judged."""
+        found = await self.verdict(task, b)
+        return None if found is None else found >= SOLVED

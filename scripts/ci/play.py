@@ -122,9 +122,12 @@ def play(part: Part, table: Table, seed: int, everything: bool) -> list[Result]:
     """One part from start to end; its output goes where ours goes. Its wall time is shared out by the seconds of the
     suites' tests."""
     report = (table.root / REPORTS / f"{part.name.replace(' ', '-').replace(',', '')}.xml").absolute()
-    own = {"OMP_NUM_THREADS": "1", "POSTTRAIN_SEED": str(seed), "POSTTRAIN_SWEEP_SEED": str(seed % 2**31)} | settings(
-        part.suites, everything
-    )
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "POSTTRAIN_SEED": str(seed),
+        "POSTTRAIN_SWEEP_SEED": str(seed % 2**31),
+        "POSTTRAIN_CI": "1",
+    } | settings(part.suites, everything)
     if part.suites[0].make:
         own = {"PYTEST_ADDOPTS": shlex.quote(f"--junitxml={report}")} | own
     print(f"== {part.name}: {', '.join(s.name for s in part.suites)}", flush=True)

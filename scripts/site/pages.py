@@ -21,6 +21,8 @@ CODE = re.compile(r"^`((?:posttrain|tests)/[\w/.-]+\.py)(?:::\w+)?`$")
 SHOWN = re.compile(r"docs/(?:architecture|laws|pains|papers|your-algorithm)\.md|README\.md|posttrain/.*")
 """Pages in which the name of a source file leads to a page that shows it."""
 MARK = re.compile(r"(?<![\w-])([A-E]\d{2})\b|\b((?:[Ll]aw|[Pp]ain) \d+)\b(?![.,]\d)")
+UNCUT = re.compile(r"^\| (\d{4}-\d\d-\d\d|[A-Z]-\d\d) \|")
+"""A row of a table that begins with a date, or with a number such as H-07, which the site does not cut at a hyphen."""
 HEADING = re.compile(r"^(#{1,6}) (.*)$")
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".json": "json", ".jsonl": "json", ".txt": "text"}
 
@@ -107,6 +109,7 @@ class Stage:
 
     def _linked(self, line: str, path: str, here: str) -> str:
         heading, shown = HEADING.match(line), SHOWN.fullmatch(path)
+        line = UNCUT.sub(r'| <span class="uncut">\1</span> |', line)
         parts = KEPT.split(LINK.sub(lambda m: self._link(m, path, here), line))
         for i, part in enumerate(parts):
             if i % 2 and shown and not heading and (code := CODE.match(part)) and (self.root / code[1]).is_file():

@@ -134,6 +134,7 @@ def kl(q: np.ndarray, p: np.ndarray) -> float:
 
 @pytest.mark.parametrize(("n", "bound", "near"), [(4, 0.636294, 0.01), (16, 1.835089, 0.01), (64, 3.174508, 0.02)])
 def test_the_divergence_of_best_of_n_is_within_its_bound(n: int, bound: float, near: float) -> None:
+    """B10: the bound is .636294, 1.835089, 3.174508 at n = 4, 16, 64."""
     assert best_of_kl_bound(n) == pytest.approx(bound, abs=5e-7)
     rare = np.full(10_000, 1e-4)
     assert bound * (1 - near) < kl(best_of_probabilities(rare, np.arange(10_000.0), n), rare) < best_of_kl_bound(n)
@@ -179,6 +180,7 @@ def test_the_estimate_from_more_samples_is_unbiased_and_varies_less(n: int) -> N
 
 @pytest.mark.parametrize(("n", "mean"), [(1, 0.5), (4, 0.8), (16, 0.941176)])
 def test_the_best_of_uniforms(n: int, mean: float) -> None:
+    """B10: the uniform maximum of 4 is .8, of 16 .941176."""
     assert best_of_mean(np.arange(1, 1000) / 1000, n) == pytest.approx(mean, abs=5e-7)
 
 

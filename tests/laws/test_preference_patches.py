@@ -12,13 +12,18 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.formula.preferred import preference_formula, preference_formulas
 from posttrain.core.ladder import LADDER
 from posttrain.core.open import alternatives
-from posttrain.core.pieces.judged import (
-    Added,
+from posttrain.core.pieces.draw import (
     AgainstMixture,
     AgainstReference,
+    BestWorst,
+    PairSource,
+    RejectionSampled,
+    TwoSamples,
+)
+from posttrain.core.pieces.judged import (
+    Added,
     AlphaDivergence,
     Average,
-    BestWorst,
     ChosenNLL,
     Conservative,
     DataMargin,
@@ -31,11 +36,8 @@ from posttrain.core.pieces.judged import (
     LogOdds,
     MarginTerm,
     Optimism,
-    PairSource,
-    RejectionSampled,
     Robust,
     Statistic,
-    TwoSamples,
 )
 from posttrain.core.pieces.link import AnchoredZero, Binary, Exact, Hinge, Link, Nash, Prospect, SelfPlay, Square
 from posttrain.core.preference import PREFERENCE_CHOICES, PreferenceAlgorithm
@@ -91,8 +93,8 @@ def test_what_a_stage_reads_of_a_row() -> None:
     assert AOT.reads_start and BCO.reads_start and not KTO.reads_start and KTO.reads_mismatched
     assert KTO.kind == BCO.kind == "label" and TPO.kind == "ranking"
     assert PREFERENCES["odpo"].reads_margin and NASH_MD.reads_margin and not DPO.reads_margin
-    assert {n for n, a in PREFERENCES.items() if a.online} == {"oaif", "iterative_dpo", "xpo", "nash_md"}
-    assert not PREFERENCES["rso"].online and PREFERENCES["rso"].draw is not None
+    assert {n for n, a in PREFERENCES.items() if a.online} == {"rso", "oaif", "iterative_dpo", "xpo", "nash_md"}
+    assert PREFERENCES["rso"].reads_reference
 
 
 def test_an_unknown_name_is_told_the_nearest() -> None:
@@ -134,6 +136,7 @@ REFUSED: list[tuple[PreferenceAlgorithm, dict[str, Any], str]] = [
     (DPO, {"add": (Optimism(),)}, "completions of the reference"),
     (XPO, {"draw": TwoSamples()}, "completions of the reference"),
     (DPO, {"link": Nash()}, "what the policy itself said"),
+    (NASH_MD, {"draw": RejectionSampled()}, "what the policy itself said"),
     (NASH_MD, {"against": "nothing"}, "has none"),
     (DPO, {"draw": TwoSamples(), "margin": DataMargin()}, "drawn pairs have none"),
     (DPO, {"beta": 0.0}, "must be > 0"),
@@ -162,6 +165,8 @@ def test_what_means_nothing_is_refused_with_the_reason(
         lambda: Hinge(delta=-1.0),
         lambda: BestWorst(of=1),
         lambda: RejectionSampled(of=4, keep=8),
+        lambda: RejectionSampled(keep=3),
+        lambda: RejectionSampled(temperature=0.0),
         lambda: AgainstMixture(coef=2.0),
     ],
 )
@@ -171,6 +176,8 @@ def test_numbers_out_of_range_are_refused(wrong: Any) -> None:
 
 
 def test_the_opponent_is_said_where_there_is_one() -> None:
-    shares = [d.opponent() for d in (AgainstReference(), AgainstMixture(coef=0.2), TwoSamples())]
-    assert shares == [1.0, 0.2, None]
-    assert BestWorst(of=5).samples() == 5 and TwoSamples().samples() == 2
+    drawn = (AgainstReference(), AgainstMixture(coef=0.2), TwoSamples(), RejectionSampled(of=6, keep=4))
+    assert [d.opponent() for d in drawn] == [1.0, 0.2, None, 1.0]
+    assert [list(d.opposed()) for d in drawn] == [[1], [1], [], [0, 1, 2, 3, 4, 5]]
+    assert [d.samples() for d in (*drawn, BestWorst(of=5))] == [2, 2, 2, 6, 5]
+    assert [d.pairs() for d in (*drawn, BestWorst(of=5))] == [1, 1, 1, 2, 1]

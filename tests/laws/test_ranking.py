@@ -60,7 +60,7 @@ def one_pair(chosen: float, rejected: float, loss: RankingLoss, **streams: Any) 
 
 
 def test_the_cases_of_the_survey() -> None:
-    """B01's numbers."""
+    """B01: 1.5 against .5 is .313262, with a margin of 1 .693147, and centring with .01 adds .04."""
     assert one_pair(1.5, 0.5, RankingLoss()) == pytest.approx(0.313262, abs=1e-6)
     margin = {"streams": {MARGIN: [1.0, 1.0]}}
     assert one_pair(1.5, 0.5, RankingLoss(), **margin) == pytest.approx(0.693147, abs=1e-6)

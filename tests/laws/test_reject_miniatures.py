@@ -25,7 +25,7 @@ from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.demonstrate import imitated
-from posttrain.role.kept import HINTED, candidates_of, select, to_hint
+from posttrain.role.kept import HINTED, candidates_of, select, to_ask_again
 
 EASY, HARD, HINT = 10, 11, 12
 SOUND, COPIED, OTHER, RIGHT, WRONG = range(5)
@@ -85,7 +85,7 @@ def accuracies(method: RejectionMethod, copies: float, seed: int) -> np.ndarray:
         plain = [
             played(f"{kind}-{i}", kind, shares[kind - EASY], TRUE, rng) for kind in (EASY, HARD) for i in range(TASKS)
         ]
-        asked = to_hint(plain, method.keep) if method.rationalise else []
+        asked = to_ask_again(plain, method.keep) if method.rationalise else []
         hinted = [
             played(f"{g.task.id}{HINTED}", int(g.task.id[:2]), hinted_shares, {**TRUE, COPIED: 1.0}, rng) for g in asked
         ]

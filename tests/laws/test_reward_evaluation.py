@@ -23,7 +23,7 @@ def test_reward_bench_weighs_subsets_inside_sections_and_sections_equally() -> N
 
 
 def test_reward_bench_2_splits_a_tie_at_the_top() -> None:
-    """C08's cases; chance is one in four."""
+    """C08: .7 against (.7, .2, .1) is .5, .6 against .7 is 0; chance is one in four."""
     assert best_of_four(0.7, [0.7, 0.2, 0.1]) == 0.5 and best_of_four(0.6, [0.7, 0.2, 0.1]) == 0
     assert best_of_four(0.3, [0.3, 0.3, 0.3]) == 0.25 and best_of_four(0.9, [0.3, 0.3, 0.3]) == 1
     found = reward_bench_2({"Math": [1, 0.5], "Focus": [0.25]}, ties_score=0.5)

@@ -26,6 +26,7 @@ from posttrain.core.run import Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit, ScoredGroup
 from posttrain.core.spread import RESOLUTION
+from posttrain.core.streams import WEIGHT
 from posttrain.core.verdict import Judged, Verdict, size
 from posttrain.role.pack import pack
 from posttrain.toy.episodes import PlainEpisode, scored_group
@@ -252,3 +253,25 @@ def test_the_second_opinion_misses_no_minibatch_for_rounding(
         if minibatch.batch is not None:
             books.check(minibatch.batch)
     books.complete()
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_answers_of_two_prompts_that_are_alike_to_the_last_bit(minibatches: int) -> None:
+    """Equal tokens, log-probs and credit in a group of two and in one of four: their weights differ, and each is right.
+    A weight that is neither's is told."""
+    a = patch(DR_GRPO, "by_prompt", "-", aggregate="prompt_mean")
+    groups = [siblings(f"t{i}", [(1.0,), (0.0,)] * count) for i, count in enumerate((1, 2))]
+    stage = Reinforce(name="rl", algorithm=a, prompts=2, minibatches=minibatches, sampling=Sampling(max_tokens=20))
+    mine = expected_credit(a, groups, max_tokens=20, ema=0.0)
+    assert mine is not None and len({o.key for o in mine}) == 1
+    batches = [m.batch for m in pack(agree(a, groups), a, stage, seed=0, step=1) if m.batch is not None]
+    books = StepCreditAudit(a, mine, minibatches, 20)
+    for batch in batches:
+        books.check(batch)
+    books.complete()
+    assert len({float(w) for b in batches for w in b[WEIGHT]}) == 2
+    batches[-1][WEIGHT][-1] *= 3
+    with pytest.raises(InvariantError, match="weights are wrong"):
+        again = StepCreditAudit(a, mine, minibatches, 20)
+        for batch in batches:
+            again.check(batch)

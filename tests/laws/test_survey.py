@@ -59,6 +59,16 @@ SURVEY: dict[str, tuple[str, ...]] = {
     "A33": ("p .9, .1, .5, .3", "Skywork"),
     "A34": ("pointwise", "E k1 = E k3", "gradient of every pair"),
     "A35": ("lengths 4 and 7", "token losses 1, 2, 3, 4", "labels need not be 0, 1"),
+    "B01": (".313262", "margin of 1 .693147", "centring"),
+    "B02": ("B02 dpo", "B02 cdpo", "B02 robust_dpo", "B02 slic", ".042556"),
+    "B03": ("B03 ipo", "21.16"),
+    "B04": ("desirable at 2", "undesirable at -1"),
+    "B05": ("beta 2 and gamma .5", "2.5 and 1.375", "ratio"),
+    "B06": (".810917", ".367729", ".036773"),
+    "B07": ("RSO",),
+    "B08": ("B08 apo_zero", "B08 apo_down", "B08 sppo"),
+    "B09": ("P = .8",),
+    "B10": ("at n = 4, 16, 64", "of 4 is .8, of 16 .941176"),
     "C04": (
         *(
             "Kimi right,right,wrong",
@@ -70,14 +80,15 @@ SURVEY: dict[str, tuple[str, ...]] = {
         ),
         *("ALP p 0 wrong", "cosine L=50", "cosine L=0", "repetition 5,5,5,5,5", "repetition 1,2,3,4"),
     ),
+    "C08": ("(.7, .2, .1) is .5", ".6 against .7 is 0", "accurate, spread .2, gap 1.8"),
     "E05": ("+-.8660", ".6212, -1.1536, .5324", "1.4872", "-.5, .5", "-1, 1"),
 }
 """Item of the survey -> words of its **Test** line, each found in the id or the docstring of a case that names the
 item.
 
-A23, A27, A36 and A37 print no numbers. The room for further samples (A26) and the curve of reward over compute (A28)
-have no caller in the library, and so no case. A35's normalisers of an old verl (.1, 1.7) and of rlhf-book are a bug and
-another convention: they have no case here.
+A23, A27, A36, A37 and B07 print no numbers; of B07 the law of its sampler is named. The room for further samples (A26)
+and the curve of reward over compute (A28) have no caller in the library, and so no case. A35's normalisers of an old
+verl (.1, 1.7) and of rlhf-book are a bug and another convention: they have no case here.
 """
 
 
@@ -104,6 +115,7 @@ def test_every_number_of_the_survey_is_a_case(item: str) -> None:
 
 
 def test_the_list_is_whole() -> None:
-    """Items A01 to A35 that print numbers of what the library computes, C04 and E05."""
+    """Items A01 to A35 that print numbers of what the library computes, B01 to B10, C04, C08 and E05."""
     silent = {"A23", "A27", "A28"}
-    assert list(SURVEY) == [x for x in (f"A{i:02}" for i in range(1, 36)) if x not in silent] + ["C04", "E05"]
+    algorithms = [x for x in (f"A{i:02}" for i in range(1, 36)) if x not in silent]
+    assert list(SURVEY) == [*algorithms, *(f"B{i:02}" for i in range(1, 11)), "C04", "C08", "E05"]

@@ -14,6 +14,7 @@ from posttrain.controller.parts import RunParts
 from posttrain.core.engines import Embedded
 from posttrain.core.env import Env, Reward
 from posttrain.core.ladder import GRPO_PROCESS
+from posttrain.core.rejection import RFT, Regenerate, Rejection
 from posttrain.core.request import RolloutRequest
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Optimizer, Run
@@ -21,6 +22,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.step_labels import StepLabeling
 from posttrain.core.types import Group, Said
 from posttrain.role.prompts import Prompts
+from posttrain.role.regenerate import RegeneratedAnswer, Regenerator
 from posttrain.role.steps import LabelledAnswer, StepLabeler, TokenEnds
 from tests.tiny import tiny_parts, tiny_run
 
@@ -97,3 +99,44 @@ def labelled(
 def parts_of(folder: Path, run: Run) -> RunParts:
     """The parts of a run without rewards that are models, with a cache that keeps all of its answers."""
     return tiny_parts(folder, replace(run, env=replace(run.env, rewards=()), slots=64, engine=Embedded(retain=16384)))
+
+
+def regenerate_run(how: Regenerate, *, rounds: int = 2, judge_steps: bool = False, **given: Any) -> Run:
+    """A little imitation of chains, and rounds that say wrong answers anew from their first wrong step."""
+    run = process_run()
+    stage = Rejection(
+        **{
+            "name": "reject",
+            "method": replace(RFT, weights="last", regenerate=how),
+            "sampling": SAMPLING,
+            "optimizer": Optimizer(lr=1e-3, warmup=1),
+            "prompts": 12,
+            "siblings": 3,
+            "batch": 8,
+            "epochs": 1,
+            "rounds": rounds,
+            "steps": 30,
+            "eval_every": 0,
+            "checkpoint_every": 1,
+        }
+        | given
+    )
+    env = replace(ENV, args={**ENV.args, "judge_steps": judge_steps})
+    return replace(run, env=env, stages=(run.stages[0], stage))
+
+
+def regenerated(
+    parts: RunParts, how: Regenerate, count: int = 4, siblings: int = 3, sampling: Sampling = SAMPLING
+) -> tuple[list[Group], tuple[RegeneratedAnswer, ...]]:
+    """The first groups of a run's world, and their wrong answers said anew."""
+    resolved = sampling.resolve(parts.stop_ids, parts.spell)
+    asks = StepLabeling(name="reject", separator=how.separator, completions=how.completions)
+    ends = TokenEnds(parts.rollout.dialogue("").text)
+    regenerator = Regenerator(StepLabeler(parts.rollout, asks, resolved, ends, "train/reject"), how)
+    request = RolloutRequest(groups=count, siblings=siblings)
+
+    async def go() -> tuple[list[Group], tuple[RegeneratedAnswer, ...]]:
+        groups, _ = await parts.rollout.until(Prompts(parts.environment.train, 0), request, resolved, "train/reject")
+        return list(groups), await regenerator.regenerate(groups)
+
+    return asyncio.run(go())

@@ -19,6 +19,7 @@ from posttrain.sandbox.backends import CELL, Backend, Landlock, Namespaces
 from posttrain.sandbox.port import ProgramLimits, Ran
 from posttrain.sandbox.selftest import selftest
 from posttrain.sandbox.worker import Job, SandboxWorker
+from tests.needed import program
 
 NAMES = ("namespaces", "landlock")
 
@@ -48,7 +49,9 @@ def wrong(name: str) -> tuple[str, ...]:
 
 
 def backend(name: str) -> Backend:
-    """A backend that passed its self-test, or a skip with the reason."""
+    """A backend that passed its self-test, or a skip with the reason; without bubblewrap a failure under CI."""
+    if name == "namespaces":
+        program(("bwrap",), "bubblewrap")
     if wrong(name):
         pytest.skip(f"{name}: {'; '.join(wrong(name))}")
     return made(name)

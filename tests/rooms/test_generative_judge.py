@@ -19,6 +19,7 @@ from posttrain.api.generative_judges import generative_judge
 from posttrain.api.meta_rows import JudgedTask, asked, meta_rows
 from posttrain.api.reward_models import reward_member
 from posttrain.api.reward_paths import check_reward_models
+from posttrain.api.searched import evaluate_searches
 from posttrain.checks.generative import votes_are_counted
 from posttrain.core import reader
 from posttrain.core.abilities import Judging
@@ -119,10 +120,15 @@ def test_points_are_averaged_and_pairs_are_zero_sum() -> None:
 
 
 def test_an_answer_without_another_is_compared_with_itself() -> None:
-    [alone] = scored(judge(polite), "hi 8")
-    assert (alone.score, alone.why) == (0.5, "vs 0:1,0,1,0")
-    same = asyncio.run(with_judges([judge(polite)], [episode("hi 8", 0)]))
-    votes_are_counted(judge(polite), Group(TASK, 0, tuple(same)), same[0])
+    """Also where several siblings say the same: they are one answer. The votes of both sides are in the record."""
+    for siblings in (1, 3):
+        group = [replace(episode("hi 8", 0), sibling=i) for i in range(siblings)]
+        found = asyncio.run(with_judges([made := judge(polite)], group))
+        made.close()
+        given = [e.verdicts[0].verdict for e in found]
+        assert [(v.score, v.why) for v in given] == [(0.5, "vs 0:1,0,1,0")] * siblings
+        for one in found:
+            votes_are_counted(judge(polite), Group(TASK, 0, tuple(found)), one)
 
 
 def test_what_has_no_verdict_is_failed_and_never_a_low_score() -> None:
@@ -242,6 +248,11 @@ def test_a_run_is_paid_by_a_judge(tmp_path: Path, capsys: pytest.CaptureFixture[
     posttrain.run(run, out=tmp_path / "again", quiet=True)
     again = [e.episode for e in reader.episodes(tmp_path / "again", "rl", 1)]
     assert [e.verdicts for e in again] == [e.verdicts for e in found]
+    words = ("search=best_of.count=3", "search=vote.count=2,weighted=true,answer=line")
+    searched = evaluate_searches(tmp_path / "run", *words, quiet=True)
+    assert len(searched.points) == 3 and "judge taught compares each answer" in searched.scored_by
+    with pytest.raises(ConfigError, match=r"search=beam.*goes on from the best steps, and judge:.*whole answers"):
+        evaluate_searches(tmp_path / "run", "search=beam", quiet=True)
 
 
 @pytest.mark.prove

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import posttrain
+from posttrain.api.build import make_policy
+from posttrain.api.environments import make_environment
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.judgements import Pair
@@ -16,6 +21,8 @@ from posttrain.core.preference_stage import Preference
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Env, Optimizer, Run
 from posttrain.core.stage import Stage
+from posttrain.environment.render import Renderer
+from posttrain.role.judgements import FittingTasks
 from tests.tiny import MODEL
 
 SUMS = [(a, b) for a in range(4) for b in range(4)]
@@ -41,8 +48,6 @@ GIVEN: dict[str, tuple[list[dict[str, Any]], Stage]] = {
 
 
 def built(stage: Stage) -> Run:
-    from dataclasses import replace
-
     small: dict[str, Any] = {"steps": 2, "batch": 6, "optimizer": Optimizer(lr=1e-3, warmup=1), "checkpoint_every": 0}
     return Run(recipe="tiny", model=MODEL, env=Env(heldout=3), stages=(replace(stage, **small),), slots=8, threads=1)
 
@@ -113,3 +118,73 @@ def test_what_is_wrong_is_said_with_its_row(tmp_path: Path) -> None:
     posttrain.run(
         built(GIVEN["pairs"][1]), "env.heldout=0", "learn.batch=3", env=left, out=tmp_path / "left", quiet=True
     )
+
+
+def filed(folder: Path, rows: list[dict[str, Any]], stage: Stage, heldout: int = 0) -> Run:
+    """The run of these rows in a file."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return replace(built(stage), env=Env(name="prompts", prompts=str(folder / "rows.jsonl"), heldout=heldout))
+
+
+LONG = [*PAIRS[:4], {**PAIRS[4], "rejected": "7" * 80}, *PAIRS[5:9], {**PAIRS[9], "chosen": "8" * 61}, *PAIRS[10:]]
+"""Rows 5 and 10 do not fit into a context of 64 tokens, each with one side alone."""
+JUDGED = {"a preference stage": Preference(name="learn"), "a reward model": RewardModel(name="learn")}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+@pytest.mark.parametrize("heldout", [0, 15])
+def test_a_completion_that_does_not_fit_is_refused_with_its_row(tmp_path: Path, name: str, heldout: int) -> None:
+    """Before anything is written, in whichever split the row is."""
+    run = filed(tmp_path, LONG, JUDGED[name], heldout)
+    said = r"rows\.jsonl:(5|10): a completion with its prompt has (66|85) tokens, and the context is 64; it is one of 2"
+    with pytest.raises(DataError, match=said) as refused:
+        posttrain.run(run, out=tmp_path / "run", quiet=True)
+    assert "learn.too_long=skip" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_what_does_not_fit_is_left_out_whole_and_counted(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is the one of a file without these rows' tasks; held-out rows are left out of what is measured, too."""
+    run = filed(tmp_path, LONG, replace(JUDGED[name], too_long="skip"))
+    done = posttrain.run(run, out=tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "learn: 2 of 16 judgements are left out, because they do not fit into 64 tokens, such as:" in said
+    assert "rows.jsonl:5: a completion with its prompt has" in said
+    assert len(done.stages) == 1
+    held = filed(tmp_path, LONG, replace(JUDGED[name], too_long="skip"), heldout=10)
+    result = posttrain.run(held, out=tmp_path / "held", quiet=True).stages[0]
+    assert result.agreement is not None
+
+
+def test_tasks_that_fit_are_counted(tmp_path: Path) -> None:
+    """By the row: of two sides one that is too long leaves out both; a source without end has none to look through."""
+    run = filed(tmp_path, LONG, Preference(name="learn", too_long="skip"))
+    with closing(make_environment(run)) as env:
+        policy = make_policy(run, env)
+        tokenizer: Any = policy.tokenizer
+        renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
+        found = FittingTasks.of(env, "pair", renderer, 64)
+        assert found is not None and (found.count, found.left_out, found.asked) == (14, 2, 16)
+        assert {found.task(i).prompt for i in range(14)} == {
+            r["prompt"] for i, r in enumerate(PAIRS) if i not in (4, 9)
+        }
+        none = FittingTasks.of(env, "pair", renderer, 3)
+        assert none is not None and (none.count, none.left_out) == (0, 16)
+        every = FittingTasks.of(env, "pair", renderer, 100)
+        assert every is not None and (every.count, every.left_out, every.first) == (16, 0, "")
+    with closing(make_environment(replace(run, env=Env(name="arithmetic", heldout=4)))) as world:
+        assert FittingTasks.of(world, "pair", renderer, 3) is None
+
+
+def test_what_may_teach_something_else_is_said_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lint of judged data, with the policy's own tokenizer: what is well is left out, but for the lengths."""
+    rows = [{"prompt": f"{a}+{b}=", "chosen": f"{a + b} is it", "rejected": "no"} for a, b in SUMS]
+    posttrain.run(filed(tmp_path, rows, GIVEN["pairs"][1]), out=tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note: length bias: the chosen side is the longer one in 1.000 [0.806, 1.000] of 16 pairs" in said
+    assert "identical pairs" not in said and "duplicates across the split" not in said
+    one = {**PAIRS[3], "prompt": PAIRS[2]["prompt"], "chosen": PAIRS[2]["rejected"], "rejected": PAIRS[2]["chosen"]}
+    posttrain.run(filed(tmp_path, [*PAIRS, one], GIVEN["pairs"][1]), out=tmp_path / "two")
+    assert "note: contradictory pairs: 2 of 17 pairs" in " ".join(capsys.readouterr().out.split())

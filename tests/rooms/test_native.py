@@ -240,3 +240,17 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
         native.find.cache_clear()
     assert isinstance(why, str)
     assert "does not compile decoder.c" in why
+
+
+LINE, SETS = 64, 64
+"""Bytes of a line of a processor's first cache, and into how many sets its lines are sorted (32 KiB, eight ways)."""
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 64, 100, 128, 256, 512, 1024])
+def test_rows_are_spread_over_the_cache(count: int) -> None:
+    """The elements of one column, in as many rows as there are sets, lie in as many sets. In rows of a power of two of
+    floats they would share a few."""
+    row = native.stride(count)
+    assert count <= row < count + 2 * native.LANES and row % native.LANES == 0
+    assert len({r * row * 4 // LINE % SETS for r in range(SETS)}) == SETS
+    assert count < 32 or len({r * 2 ** count.bit_length() * 4 // LINE % SETS for r in range(SETS)}) < SETS

@@ -14,7 +14,7 @@ import torch
 
 import posttrain
 from posttrain.api.engines import check_engine
-from posttrain.checks.preference_online import opponents_play
+from posttrain.checks.preference_online import opponents_play, pairs_again
 from posttrain.controller import step as steps
 from posttrain.controller.stages.online import OnlineDriver
 from posttrain.core import reader
@@ -25,9 +25,9 @@ from posttrain.core.engines import VLLM
 from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, InvariantError, RewardError
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.pieces.judged import BestWorst
-from posttrain.core.preference_ladder import DPO, ITERATIVE_DPO, NASH_MD, OAIF, XPO
-from posttrain.core.preference_stage import OnlinePreference
+from posttrain.core.pieces.draw import BestWorst, RejectionSampled
+from posttrain.core.preference_ladder import DPO, ITERATIVE_DPO, NASH_MD, OAIF, RSO, XPO
+from posttrain.core.preference_stage import OnlinePreference, Preference
 from posttrain.core.run import Optimizer, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
@@ -40,6 +40,7 @@ from posttrain.role.trainer import NonFiniteGradient, Trainer
 from tests.tiny import play, tiny_parts, tiny_run
 
 SAMPLING = Sampling(stop_ids=(0,))
+SMALL_RSO = patch(RSO, "small_rso", "", draw=RejectionSampled(of=6, keep=4))
 
 
 def episode(sibling: int, score: float | None, tokens: int = 2, resolution: float = 2.0**-40) -> Episode:
@@ -63,30 +64,53 @@ def group(*scores: float | None, resolution: float = 2.0**-40) -> Group:
 
 
 def test_the_better_of_two_is_chosen_and_others_are_not_looked_at() -> None:
-    found = sampled_pairs([group(0.0, 1.0, 5.0)], OAIF)
+    found = sampled_pairs([group(0.0, 1.0, 5.0)], OAIF, 0)
     assert [(p.chosen.sibling, p.rejected.sibling, p.gap) for p in found.pairs] == [(1, 0, 1.0)]
 
 
 def test_the_best_and_the_worst_of_all() -> None:
-    found = sampled_pairs([group(0.5, 0.0, 1.0, 1.0, 0.0)], patch(OAIF, "best", "", draw=BestWorst(of=5)))
+    found = sampled_pairs([group(0.5, 0.0, 1.0, 1.0, 0.0)], patch(OAIF, "best", "", draw=BestWorst(of=5)), 0)
     assert [(p.chosen.sibling, p.rejected.sibling) for p in found.pairs] == [(2, 1)]
 
 
 def test_what_is_judged_alike_or_not_judged_makes_no_pair() -> None:
     """Rounding is no preference, and an outage is no low score."""
     groups = [group(1.0, 1.0), group(0.1 + 0.2, 0.3), group(None, 1.0), group(0.0, None, 1.0)]
-    found = sampled_pairs(groups, OAIF)
+    found = sampled_pairs(groups, OAIF, 0)
     assert (found.tied, found.unjudged, len(found.pairs)) == (2, 1, 1)
     assert (found.pairs[0].chosen.sibling, found.pairs[0].rejected.sibling) == (2, 0)
-    coarse = sampled_pairs([group(0.5, 0.5001, resolution=1e-3)], OAIF)
+    coarse = sampled_pairs([group(0.5, 0.5001, resolution=1e-3)], OAIF, 0)
     assert coarse.tied == 1 and not coarse.pairs
 
 
 def test_an_answer_without_a_token_makes_no_pair() -> None:
     """Where the prompt fills the context nothing is said, and it is judged all the same."""
     empty = replace(episode(0, 0.0), segments=(unspoken(),), turns=())
-    found = sampled_pairs([Group(Task("t", "p"), 0, (empty, episode(1, 1.0)))], OAIF)
+    found = sampled_pairs([Group(Task("t", "p"), 0, (empty, episode(1, 1.0)))], OAIF, 0)
     assert (len(found.pairs), found.unjudged) == (0, 1)
+
+
+def test_what_rejection_sampling_keeps_is_paired_once_and_within_its_prompt() -> None:
+    """Which ones are kept depends on the place of the stage, and on nothing else."""
+    judged = [0.1 * i for i in range(6)]
+    episodes = group(*judged).episodes
+    groups = [Group(Task("t", "p"), v, tuple(replace(e, visit=v) for e in episodes)) for v in range(20)]
+    found = sampled_pairs(groups, SMALL_RSO, 7)
+    assert len(found.pairs) == 40 and found.tied == found.unjudged == 0
+    for g, pairs in zip(groups, zip(found.pairs[0::2], found.pairs[1::2], strict=True), strict=True):
+        both = [e for p in pairs for e in (p.chosen, p.rejected)]
+        assert len({e.sibling for e in both}) == 4 and all(any(e is x for x in g.episodes) for e in both)
+        for p in pairs:
+            assert p.gap > 0 and p.gap == pytest.approx(judged[p.chosen.sibling] - judged[p.rejected.sibling])
+
+    def siblings(place: int) -> list[int]:
+        return [p.chosen.sibling for p in sampled_pairs(groups, SMALL_RSO, place).pairs]
+
+    assert siblings(7) == siblings(7) != siblings(8)
+    again = pairs_again(groups, SMALL_RSO, 7)
+    assert [(p.chosen, p.rejected, p.gap) for p in found.pairs] == [(p.chosen, p.rejected, p.gap) for p in again]
+    few = sampled_pairs([group(0.0, None, 1.0, None, 0.5), group(None, 1.0), group(1.0, 1.0)], SMALL_RSO, 7)
+    assert (len(few.pairs), few.tied, few.unjudged) == (1, 1, 1), "of three that were judged one is left over"
 
 
 def unspoken() -> Segment:
@@ -97,17 +121,17 @@ def unspoken() -> Segment:
 
 def test_what_the_wrong_one_said_is_told() -> None:
     right = Group(Task("t", "p"), 0, (episode(0, 0.0), opposed(1, 1.0)))
-    opponents_play([right], True)
-    opponents_play([group(0.0, 1.0)], False)
+    opponents_play([right], range(1, 2))
+    opponents_play([group(0.0, 1.0)], range(0))
     silent = replace(episode(1, 0.0), segments=(unspoken(),))
-    opponents_play([Group(Task("t", "p"), 0, (episode(0, 0.0), silent))], True)
-    for groups, wanted in (([right], False), ([group(0.0, 1.0)], True)):
-        with pytest.raises(InvariantError, match="completion 1 of task 't' was said by the"):
+    opponents_play([Group(Task("t", "p"), 0, (episode(0, 0.0), silent))], range(1, 2))
+    for groups, wanted in (([right], range(0)), ([group(0.0, 1.0)], range(1, 2)), ([right], range(2))):
+        with pytest.raises(InvariantError, match=r"completion [01] of task 't' was said by the"):
             opponents_play(groups, wanted)
 
 
 def test_a_batch_of_pairs_has_the_chosen_one_first() -> None:
-    batch = batch_of_pairs(sampled_pairs([group(0.0, 1.0), group(1.0, 0.0)], OAIF).pairs, OAIF)
+    batch = batch_of_pairs(sampled_pairs([group(0.0, 1.0), group(1.0, 0.0)], OAIF, 0).pairs, OAIF)
     assert batch.unit_E is not None and batch.unit_E.tolist() == [0, 0, 1, 1]
     assert batch[SIDE].tolist() == [1, 1, 0, 1, 0, 0]
 
@@ -145,7 +169,7 @@ def test_it_learns_from_its_own_samples(tmp_path: Path, algorithm: Any) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("algorithm", [ITERATIVE_DPO, XPO, NASH_MD], ids=lambda a: a.name)
+@pytest.mark.parametrize("algorithm", [ITERATIVE_DPO, XPO, NASH_MD, SMALL_RSO], ids=lambda a: a.name)
 def test_a_killed_stage_goes_on_as_if_it_had_never_been_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: Any
 ) -> None:
@@ -208,6 +232,8 @@ def test_verdicts_that_change_stop_it(tmp_path: Path) -> None:
 def test_algorithms_of_given_pairs_are_refused() -> None:
     with pytest.raises(ConfigError, match="learns from given judgements"):
         online_run(algorithm=DPO)
+    with pytest.raises(ConfigError, match=r"dpo\.algorithm=rso draws its own pairs"):
+        Preference(name="dpo", algorithm=RSO)
 
 
 def test_an_opponent_is_refused_where_it_cannot_be_sampled(tmp_path: Path) -> None:
@@ -228,14 +254,14 @@ def test_a_tie_teaches_nash_md_its_divergence_alone() -> None:
     groups = [
         Group(Task("t", "p"), 0, (episode(0, mine, 2), opposed(1, its, 3))) for mine, its in ((0, 0), (0, 2), (2, 0))
     ]
-    found = sampled_pairs(groups, NASH_MD)
+    found = sampled_pairs(groups, NASH_MD, 0)
     assert (len(found.pairs), found.tied) == (3, 0)
     batch = batch_of_pairs(found.pairs, NASH_MD)
     assert batch[OPPONENT].tolist() == [False] * 2 + [True] * 3 + [True] * 3 + [False] * 2 + [False] * 2 + [True] * 3
     lost = 1 / (1 + math.exp(-2))
     np.testing.assert_allclose(np.unique(batch[MARGIN]), [0.5, lost])
     assert found.gauges()["preference/won"].mean == 0.5
-    assert sampled_pairs(groups, XPO).tied == 1
+    assert sampled_pairs(groups, XPO, 0).tied == 1
 
 
 def test_what_an_opponent_said_is_told_from_what_the_policy_said(tmp_path: Path) -> None:
@@ -246,6 +272,21 @@ def test_what_an_opponent_said_is_told_from_what_the_policy_said(tmp_path: Path)
     episodes = [r.episode for r in reader.episodes(tmp_path / "run", "online", 1)]
     assert [e.opposed for e in episodes] == [False, True] * 6
     assert all(e.own is not e.opposed for e in episodes)
+
+
+def test_the_reference_says_all_completions_of_rso(tmp_path: Path) -> None:
+    """Also once the policy has moved away: its log-probs are the reference's, and count in no gauge of the policy."""
+    run = online_run(algorithm=SMALL_RSO, steps=2, optimizer=Optimizer(lr=0.02, warmup=1))
+    run = rewarded(run, tmp_path, "return sum(map(ord, text)) % 7 / 7")
+    results = asyncio.run(play(tiny_parts(tmp_path / "run", run)))
+    taken = lines(tmp_path / "run")
+    paired = [s for s in taken if s.gauges["preference/pairs"].sum]
+    assert paired and results[-1].optimizer_steps == len(paired)
+    assert all(0 < s.gauges["preference/pairs"].sum <= 12 and s.gauges["preference/gap"].mean > 0 for s in paired)
+    assert all(s.gauges["rollout/tokens"].count == 0 and "preference/won" not in s.gauges for s in taken)
+    assert taken[0].gauges["canary/opponent_gap"].mean < 1e-3
+    said = [r.episode for step in (1, 2) for r in reader.episodes(tmp_path / "run", "online", step)]
+    assert len(said) == 2 * 6 * 6 and all(e.opposed for e in said)
 
 
 @pytest.mark.prove

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from dataclasses import replace
@@ -24,6 +23,7 @@ from posttrain.core.placement import Local, Processes
 from posttrain.core.types import Segment
 from posttrain.faults import FAULTS
 from tests import faulty
+from tests.killing import POISON, DeadlyParts
 from tests.laws.test_placement import outcome, placed, played
 
 pytestmark = pytest.mark.prove
@@ -38,6 +38,8 @@ def test_the_command_line_places_engines(tmp_path: Path, capsys: pytest.CaptureF
     assert re.search(r"2 of 2 engines ready, \d+ turns and \d+ tokens in flight", said)
     steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
     assert all({"engine/step", "engine/deaths", "sync/transfer", "sync/install"} <= s.clock.keys() for s in steps)
+    assert all(0 <= s.clock["engine/idle"] <= 1 and s.clock["engine/in_flight"] > 0 for s in steps)
+    assert re.search(r"in flight, idle \d+%; learner idle \d+%", said), "what every role does now"
     assert reader.run_file(tmp_path / "run").run.placement == Processes(engines=2, cores=1, delta=True)
     assert not [p for p in Path("/dev/shm").iterdir() if f"-{os.getpid()}-" in p.name], "no weights are left"
 
@@ -75,10 +77,8 @@ def test_a_task_that_kills_engines_ends_on_the_dead_letter_list(
     rows = [r for r in reader.episode_files(tmp_path / "whole") if (r.stage, r.kind) == ("rl", "train")]
     first = record.from_columns(record.read_columns(rows[0].path))
     task = first[0].episode.task.id
-    (tmp_path / "poison.py").write_text(POISON)
-    monkeypatch.setenv("POSTTRAIN_TEST_POISON", " ".join(map(str, prompt_of(first[0].episode.segments[0]))))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("posttrain.api.placed.EngineParts", importlib.import_module("poison").DeadlyParts)
+    monkeypatch.setenv(POISON, " ".join(map(str, prompt_of(first[0].episode.segments[0]))))
+    monkeypatch.setattr("posttrain.api.placed.EngineParts", DeadlyParts)
     main.run(run, out=tmp_path / "poisoned", quiet=True)
     rows = [r for r in reader.episode_files(tmp_path / "poisoned") if (r.stage, r.kind) == ("rl", "train")]
     found = record.from_columns(record.read_columns(rows[0].path))
@@ -120,21 +120,3 @@ def test_an_adapter_reaches_engines_elsewhere(tmp_path: Path) -> None:
 
 def prompt_of(segment: Segment) -> list[int]:
     return [int(i) for i in segment.ids[: int(np.argmax(segment.mask))]]
-
-
-POISON = """
-import os, signal
-from posttrain.api.placed import EngineParts
-
-class DeadlyParts(EngineParts):
-    def __call__(self):
-        engine = super().__call__()
-        deadly = [int(i) for i in os.environ["POSTTRAIN_TEST_POISON"].split()]
-        generate = engine.generate
-        async def dies(ids, *more, **how):
-            if ids.tolist() == deadly:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return await generate(ids, *more, **how)
-        engine.generate = dies
-        return engine
-"""

@@ -18,6 +18,8 @@ from posttrain.api.overrides import apply
 from posttrain.api.written import from_yaml, to_yaml
 from posttrain.controller.stages.prefer import PreferenceDriver
 from posttrain.core import files, reader
+from posttrain.core.adapter import Lora
+from posttrain.core.batch import Packed
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.core.gauge import Step
@@ -25,6 +27,8 @@ from posttrain.core.preference_ladder import PREFERENCES
 from posttrain.core.preference_stage import Preference
 from posttrain.core.run import Env, Optimizer, Run
 from posttrain.core.tree import from_plain, to_plain
+from posttrain.engine.learner import FrozenScorer
+from posttrain.engine.reference import AdapterOff
 from posttrain.role.judgements import AgreementReport
 from posttrain.role.reference_scores import FILE, ReferenceScores
 from tests.tiny import play, tiny_parts, tiny_run
@@ -171,6 +175,53 @@ def test_a_longer_stage_computes_what_its_further_steps_need(tmp_path: Path) -> 
     assert find(tmp_path / "run").state["weights"] == find(tmp_path / "whole").state["weights"]
 
 
+def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> tuple[list[Step], Any, list[float]]:
+    """A run with an adapter, whose reference is compared with a copy of all weights that was made when it was: the
+    stage's steps, the reference, and how far the policy is from it when its log-probs are asked for."""
+    real, score = PreferenceDriver._reference, PreferenceDriver._reference_logp
+    held: list[Any] = []
+    moved: list[float] = []
+
+    def begins(self: PreferenceDriver, checkpoint: Path | None) -> Any:
+        learner: Any = self.parts.learner
+        held[:] = [real(self, checkpoint), FrozenScorer(learner.policy)]
+        return held[0]
+
+    def scored(self: PreferenceDriver, of: Any) -> np.ndarray:
+        found, packed = score(self, of), Packed.of(of)
+        np.testing.assert_allclose(found, held[1].score(packed), rtol=0, atol=1e-6)
+        moved.append(float(np.abs(self.parts.learner.score(packed) - found).max()))
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PreferenceDriver, "_reference", begins)
+        patched.setattr(PreferenceDriver, "_reference_logp", scored)
+        taken = finished(tmp_path, replace(run, model=replace(run.model, lora=Lora(rank=4))))
+    return taken, held[0], moved
+
+
+@pytest.mark.prove
+def test_an_adapter_switched_off_is_a_frozen_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step the reference says what a copy says that was made before the first one, while the policy moves."""
+    run = preference_run(optimizer=Optimizer(lr=0.02, warmup=1))
+    run = replace(run, stages=run.stages[1:])
+    taken, reference, moved = adapted(tmp_path / "off", monkeypatch, run)
+    assert isinstance(reference, AdapterOff) and not (tmp_path / "off" / "reference-dpo").exists()
+    assert moved[0] < 1e-6 and moved[-1] > 0.01, "it begins as the policy, which then leaves it"
+    ahead = replace(run, stages=(replace(run.stages[0], ahead=True),))
+    before, _, _ = adapted(tmp_path / "ahead", monkeypatch, ahead)
+    for one, other in zip(taken, before, strict=True):
+        assert one.gauges["preference/loss"].mean == pytest.approx(other.gauges["preference/loss"].mean, rel=1e-6)
+
+
+@pytest.mark.prove
+def test_an_adapter_that_has_learned_is_part_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an imitation with the same adapter the reference is a copy with it, not the model without it."""
+    taken, reference, moved = adapted(tmp_path / "run", monkeypatch, preference_run())
+    assert isinstance(reference, FrozenScorer) and moved[0] < 1e-6
+    assert taken[0].gauges["preference/loss"].mean == pytest.approx(math.log(2), abs=1e-6)
+
+
 def test_its_settings_are_settings_like_others() -> None:
     run = preference_run()
     assert from_plain(Run, to_plain(run)) == run
@@ -187,7 +238,7 @@ def test_its_settings_are_settings_like_others() -> None:
     [
         ("algorithm=grpo", "learns from reward, and this stage does not"),
         ("algorithm=dpoo", "did you mean 'dpo'"),
-        ("algorithm=oaif", "judges what the policy says now"),
+        ("algorithm=oaif", "draws its own pairs"),
         ("dpo.batch=0", "must be >= 1"),
         ("link=hinged", "hinge"),
         ("beta=0.1", ""),

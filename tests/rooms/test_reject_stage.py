@@ -38,7 +38,18 @@ from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.role import kept as kept_module
 from posttrain.role.demonstrate import imitated
-from posttrain.role.kept import HINTED, Asked, Candidate, candidates_of, drawn, once, read, select, steps_of, to_hint
+from posttrain.role.kept import (
+    HINTED,
+    Asked,
+    Candidate,
+    candidates_of,
+    drawn,
+    once,
+    read,
+    select,
+    steps_of,
+    to_ask_again,
+)
 from posttrain.role.kept import write as write_candidates
 from tests.tiny import play, tiny_parts, tiny_run
 
@@ -138,7 +149,7 @@ def test_what_could_not_be_judged_is_neither_right_nor_wrong() -> None:
     asked = candidates_of([group(episode(0, None), episode(1, 1.0)), group(episode(0, None, name="u"))])
     assert [c.sibling for c in asked.candidates] == [1]
     assert (asked.prompts, asked.judged, asked.unjudged, asked.cut) == (2, 1, 2, 0)
-    assert not to_hint([group(episode(0, None, name="u"))], Passing()), "an outage is no wrong answer"
+    assert not to_ask_again([group(episode(0, None, name="u"))], Passing()), "an outage is no wrong answer"
 
 
 def test_what_was_cut_off_is_never_kept() -> None:
@@ -178,7 +189,7 @@ def test_a_selection_adds_up(rows: list[tuple[str, float, int]], method: Rejecti
 
 def test_a_hinted_completion_is_imitated_under_the_prompt_without_the_hint() -> None:
     plain = group(episode(0, 0.0, (5,), (1, 2)), episode(1, 0.0, (6,), (1, 2)))
-    assert to_hint([plain], Passing()) == [plain] and not to_hint([group(episode(0, 1.0))], Passing())
+    assert to_ask_again([plain], Passing()) == [plain] and not to_ask_again([group(episode(0, 1.0))], Passing())
     hinted = group(episode(0, 1.0, (3, 4), (1, 2, 9, 9), f"t{HINTED}"))
     asked = candidates_of([plain], [hinted])
     found = select(asked.candidates, STAR)

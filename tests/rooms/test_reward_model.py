@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reward_parts import reward_run, trained
+from reward_parts import Taste, reward_run, trained
 from safetensors.torch import load_file
 
 import posttrain
@@ -28,7 +28,8 @@ from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.reward_head import HeadShape
 from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Model
+from posttrain.core.run import Env, Model, Optimizer
+from posttrain.engine.heads import RewardHead
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.reward_folder import read_reward_model
 from posttrain.role.weights import WEIGHTS
@@ -107,6 +108,29 @@ def test_other_heads_and_judgements(change: dict[str, Any], tmp_path: Path) -> N
     assert done.stages[0].agreement is not None
     [*_, last] = reader.steps(tmp_path / "run")
     assert ("ranking/error" if change.get("judgement") == "rating" else "ranking/accuracy") in last.gauges
+
+
+def test_ratings_train_the_attributes_and_then_pairs_the_gate(tmp_path: Path) -> None:
+    """Two stages: the first leaves the gate as it began, the second the attributes, bit for bit."""
+    names = ("ones", "zeros")
+    given: dict[str, Any] = {"attributes": names, "gate": True, "batch": 8}
+    first = Optimizer(lr=3e-3, warmup=1)
+    rated = RewardModel(name="rm", judgement="rating", steps=4, optimizer=first, **given)
+    optimizer = Optimizer(lr=1e-2, warmup=1, freeze=("reward_head.score",))
+    paired = RewardModel(name="gate", optimizer=optimizer, steps=8, **given)
+    world = Taste(max_terms=2, max_operand=20, heldout_count=60)
+    run = replace(reward_run(), env=Env(heldout=60), stages=(rated,))
+    posttrain.run(run, env=world, out=tmp_path / "one", quiet=True)
+    both = posttrain.run(replace(run, stages=(rated, paired)), env=world, out=tmp_path / "both", quiet=True)
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "both")
+    begun = RewardHead(rated.shape, 32, seed=run.seed)
+    assert begun.gate is not None
+    assert torch.equal(one["reward_head.gate.weight"], begun.gate.weight)
+    assert not torch.equal(one["reward_head.score.weight"], begun.score.weight)
+    assert torch.equal(two["reward_head.score.weight"], one["reward_head.score.weight"])
+    assert not torch.equal(two["reward_head.gate.weight"], begun.gate.weight)
+    assert both.stages[1].agreement is not None
+    assert any("canary/frozen" in s.gauges for s in reader.steps(tmp_path / "both") if s.stage == "gate")
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from reward_parts import reward_run
 
 import posttrain
+from posttrain.api.reward_models import reward_policy
 from posttrain.api.reward_report import evaluate_reward_model, is_reward_model
+from posttrain.api.reward_transfer import transfer
 from posttrain.cli import main
+from posttrain.core import abilities
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
-from posttrain.core.run import Run
-from posttrain.role.ranked import ScoredJudgements
+from posttrain.core.judgements import Label
+from posttrain.core.run import Optimizer, Run, Supervised
+from posttrain.engine.learner import HFLearner
+from posttrain.environment.make import environment
+from posttrain.environment.render import Renderer
+from posttrain.role.judgements import batch_of
+from posttrain.role.ranked import ScoredJudgements, agreement
 from tests.tiny import only_rl, tiny_run
 
 pytestmark = pytest.mark.prove
@@ -69,6 +79,71 @@ def test_flattery_is_counted_and_taken_out(tmp_path: Path) -> None:
     report = evaluate_reward_model(tmp_path / "run")
     assert report.flattering.mean == 1.0 and set(report.surface.removed) == {"length", "flattery"}
     assert "flattery" in "\n".join(report.surface.lines())
+
+
+def imitation(**changes: Any) -> Run:
+    """A policy that was shown a few replies; tiny, so it says anything."""
+    sft = Supervised(name="sft", style="reply", eval=False, optimizer=Optimizer(lr=5e-3), batch=16, **changes)
+    return replace(replies(), stages=(sft,))
+
+
+def test_transfer_is_the_agreement_on_what_each_policy_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two policies, a run and a model directory: what one finds by scoring every answer alone, pair by pair."""
+    posttrain.run(replies(), out=tmp_path / "rm", quiet=True)
+    posttrain.run(imitation(steps=60), out=tmp_path / "one", quiet=True)
+    posttrain.run(imitation(steps=120, wrong=1.0), out=tmp_path / "two", quiet=True)
+    posttrain.export(tmp_path / "two", tmp_path / "model")
+    how: dict[str, Any] = {"samples": 4, "max_tokens": 16}
+    one, two = transfer(tmp_path / "rm", [tmp_path / "one", tmp_path / "model"], **how)
+    assert 0 < one.agreement.mean < 1 and one.agreement.low < one.agreement.mean < one.agreement.high
+    assert one.answers + one.left_out == two.answers + two.left_out == 4 * 40
+    assert one.worth != two.worth and one.agreement.prompts <= 40
+
+    world = environment(replies().env, 0)
+    utility = abilities.judgements(world).utility
+    policy = reward_policy(tmp_path / "rm")
+    tokenizer: Any = policy.tokenizer
+    learner, renderer = HFLearner(policy), Renderer(tokenizer, policy.stop_ids, policy.context)
+    shares: list[float] = []
+    for g in posttrain.evaluate(tmp_path / "one", quiet=True, **how).groups:
+        told: list[tuple[float, float]] = []
+        for e in g.episodes:
+            if e.text.strip() and not e.stop.cut:
+                alone = batch_of([Label(task=g.task, completion=e.text, good=True)], renderer, policy.context)
+                assert utility is not None
+                told.append((utility(g.task, e.text), float(learner.rewards(alone)[0])))
+        pairs = [
+            (b, a) if a[0] < b[0] else (a, b) for a, b in itertools.combinations(told, 2) if abs(a[0] - b[0]) > 1e-9
+        ]
+        if pairs:
+            shares.append(float(np.mean([0.5 * (np.sign(a[1] - b[1]) + 1) for a, b in pairs])))
+    assert len(shares) == one.agreement.prompts and one.agreement.mean == pytest.approx(np.mean(shares), abs=1e-6)
+
+    words = ["eval", str(tmp_path / "rm"), "--answers", str(tmp_path / "one"), "--samples", "4", "--max-tokens", "16"]
+    assert main(words) == 0
+    assert f"answers of {tmp_path / 'one'}: orders {one.agreement} of the pairs" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    posttrain.run(replies(), out=tmp_path / "rm", quiet=True)
+    posttrain.run(imitation(steps=1), out=tmp_path / "one", quiet=True)
+    with pytest.raises(ConfigError, match="sample 2 at least"):
+        transfer(tmp_path / "rm", [tmp_path / "one"], samples=1)
+    with pytest.raises(ConfigError, match="no two of its answers to a prompt are worth different things"):
+        transfer(tmp_path / "rm", [tmp_path / "one"], samples=2, max_tokens=1)
+    assert main(["eval", str(tmp_path / "one"), "--answers", str(tmp_path / "one")]) == 2
+    assert "--answers is about a reward model" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "rm"), "--samples", "2"]) == 2
+    assert "name a policy whose answers are scored" in capsys.readouterr().err
+
+
+def test_a_model_that_scores_by_the_truth_agrees_with_it() -> None:
+    """Agreement 1 of the worth itself, 0 of its negative, .5 of a constant; a prompt of equal answers has no pair."""
+    worth, unit = np.array([0.1, 0.4, 0.4, 0.9, 0.3, 0.3]), np.array([0, 0, 0, 1, 1, 2])
+    found = [agreement(score, worth, unit) for score in (worth, -worth, 0 * worth)]
+    assert [(f.accuracy.mean, f.accuracy.prompts) for f in found if f is not None] == [(1, 2), (0, 2), (0.5, 2)]
 
 
 def test_what_holds_none_is_told(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import posttrain
+from posttrain.api import reward_models
 from posttrain.api.overrides import apply
 from posttrain.api.reward_models import stage_policy
 from posttrain.api.reward_paths import check_reward_models
@@ -27,7 +28,9 @@ from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Model, Optimizer, Run
 from posttrain.core.types import Episode
 from posttrain.diagnose.outcome import read_outcome
+from posttrain.engine.adapter import adapter_tensors, base_tensors
 from posttrain.engine.learner import HFLearner
+from posttrain.engine.models import Policy
 from posttrain.role.weights import WEIGHTS
 from tests.tiny import tiny_run
 
@@ -162,15 +165,35 @@ def test_a_policy_that_was_paid_by_its_run_is_exported(done: Path, tmp_path: Pat
     assert not [n for n in load_file(Path(where) / "model.safetensors") if "reward" in n]
 
 
-def test_an_adapter_of_the_same_model_is_paid_by_another_one(done: Path, tmp_path: Path) -> None:
-    """With adapters, reward model and policy are two adapters over one base, and the run's own checks hold."""
+def test_an_adapter_of_the_same_model_is_paid_by_another_one(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With adapters, reward model and policy are two adapters over one base, which is in memory once, and the run's own
+    checks hold. The score is that of the reward model alone, bit for bit."""
     model = posttrain.export(done, tmp_path / "model")
     run = rlhf_run(steps=2)
     run = replace(run, model=Model(path=str(model), context=64, lora=Lora(rank=2)))
+    made, load = list[tuple[Policy, Policy]](), reward_models.stage_policy
+
+    def loaded(folder: Path, stage: str, trust: bool = False, beside: Policy | None = None) -> Policy:
+        found = load(folder, stage, trust, beside)
+        assert beside is not None
+        made.append((beside, found))
+        return found
+
+    monkeypatch.setattr(reward_models, "stage_policy", loaded)
     posttrain.run(run, out=tmp_path / "run", quiet=True)
+    [(policy, judge)] = made
+    held, own = base_tensors(policy.module), base_tensors(judge.module)
+    assert held.keys() == own.keys() and all(held[n].data_ptr() == own[n].data_ptr() for n in held)
+    mine, others = adapter_tensors(judge.module), adapter_tensors(policy.module)
+    assert all(mine[n].data_ptr() != others[n].data_ptr() for n in mine)
+    assert any(not torch.equal(mine[n], others[n]) for n in mine), "the policy went on, its reward model did not"
     e = episodes(tmp_path / "run", 2)[0]
-    again = float(HFLearner(stage_policy(tmp_path / "run", "rm")).rewards(read_alone(e))[0])
-    assert e.reward == pytest.approx(again, abs=1e-5)
+    alone = stage_policy(tmp_path / "run", "rm")
+    assert next(iter(base_tensors(alone.module).values())).data_ptr() not in {t.data_ptr() for t in held.values()}
+    assert HFLearner(judge).rewards(read_alone(e)).tolist() == HFLearner(alone).rewards(read_alone(e)).tolist()
+    assert e.reward == pytest.approx(float(HFLearner(alone).rewards(read_alone(e))[0]), abs=1e-5)
 
 
 def test_several_of_the_run_are_one_reward(tmp_path: Path) -> None:

@@ -83,6 +83,9 @@ HEALTHY = {
     "loses some variety": log(distinct=[3.0, 2.4, 2.1, 2.0, 1.9, 1.9]),
     "few prompts, which scatter": log(asked=16, covered=[0.5, 0.75, 0.44, 0.62, 0.5, 0.56]),
     "everything is hinted at first": log(covered=[0.0, 0.0, 0.1, 0.3, 0.5, 0.6], hinted=[1.0, 1.0, 0.8, 0.4, 0.2, 0.1]),
+    "everything goes on from a step at first": log(
+        covered=[0.0, 0.0, 0.1, 0.3, 0.5, 0.6], regenerated=[1.0, 1.0, 0.8, 0.4, 0.2, 0.1]
+    ),
     "one round without a judge": log(failed=[0.0, 0.3, 0.0, 0.0, 0.3, 0.0]),
 }
 

@@ -1,23 +1,45 @@
-"""Search at inference: votes, beams and trees over steps, by hand and on a scripted policy."""
+"""Search at inference: votes, beams and trees over steps, by hand and on a scripted policy, and `posttrain eval` with
+searches."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from process_parts import process_run
 
+import posttrain
+from benchmarks.search_curves import by_difficulty
+from posttrain.api.plots import search_plot
+from posttrain.api.search_words import asks_search, kinds_of, search_request
+from posttrain.api.searched import evaluate_searches
+from posttrain.cli import main
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
+from posttrain.core.errors import ConfigError, InvariantError, PosttrainError
+from posttrain.core.interval import Score
+from posttrain.core.process import aggregated
+from posttrain.core.reward_model import RewardModel
+from posttrain.core.run import Env, Optimizer
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.types import Said, Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.search.audit import said_by_one_version, tree_adds_up, worth_is
 from posttrain.search.beam import beam
+from posttrain.search.curves import SearchPoint, frontier, search_point
+from posttrain.search.kinds import KINDS, ONE, BeamSearch, BestOfN, MajorityVote, SearchKind, TreeSearch
+from posttrain.search.play import ANSWERS, play
 from posttrain.search.puct import TreeNode, tree_search
 from posttrain.search.steps import Beginning, StepSearch
 from posttrain.search.votes import best, vote
+from tests.tiny import only_rl, tiny_run
 
 LETTERS = "pabc;."
 STOP = LETTERS.index(".")
@@ -69,8 +91,6 @@ class Likes:
 
 class World:
     async def judge(self, attempt: Any) -> Any:
-        from posttrain.core.verdict import Judged, Verdict
-
         return (Judged("world", 1.0, Verdict.value(float(attempt.text == "a;a;a"))),)
 
 
@@ -137,3 +157,330 @@ def test_a_tree_finds_the_best_answer() -> None:
     s = tools()
     found = asyncio.run(tree_search(s, TASK, expansions=24, expand=6, exploration=0.5))
     assert text(found.ids) == "a;a;a" and found.stop is Stop.SAID and s.spent > 0
+
+
+# --- searches as data -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(BestOfN(count=12), BestOfN(count=3, aggregate="product"), MajorityVote(count=5, answer="line")),
+        *(MajorityVote(count=5, weighted=True, answer="line"), BeamSearch(width=2, expand=6)),
+        *(TreeSearch(expansions=24, expand=6, exploration=0.5), ONE),
+    ],
+)
+def test_every_search_is_played_and_its_name_says_it(kind: SearchKind) -> None:
+    s = tools()
+    found = asyncio.run(play(kind, s, TASK))
+    assert found.stop is Stop.SAID and len(text(found.ids)) == 5 and s.spent == s.spent_on["t"] > 0
+    assert kinds_of(kind.name) == [kind]
+    whole = kind.reads != "steps"
+    if whole:
+        assert s.spent == 6 * kind.count  # type: ignore[attr-defined]
+    again = tools()
+    assert asyncio.run(play(kind, again, TASK)).key == found.key and again.spent == s.spent
+
+
+def test_best_of_n_and_votes_choose_what_their_definition_says() -> None:
+    s = tools()
+    found = asyncio.run(s.whole(TASK, 12))
+    for how in ("min", "product", "mean", "last"):
+        chosen = asyncio.run(play(BestOfN(count=12, aggregate=how), tools(), TASK))  # type: ignore[arg-type]
+        assert aggregated(chosen.scores, how) == max(aggregated(b.scores, how) for b in found)  # type: ignore[arg-type]
+    said = [text(b.ids) for b in found]
+    most = asyncio.run(play(MajorityVote(count=12, answer="line"), tools(), TASK))
+    assert said.count(text(most.ids)) == max(said.count(x) for x in said)
+    heavy = asyncio.run(play(MajorityVote(count=12, answer="line", weighted=True), tools(), TASK))
+    weight = {x: math.fsum(s.worth(b) for b in found if text(b.ids) == x) for x in said}
+    assert weight[text(heavy.ids)] == max(weight.values())
+
+
+def test_what_a_vote_compares() -> None:
+    boxed = "so\nit is \\boxed{ 7 }\n"
+    read = {name: of(boxed) for name, of in ANSWERS.items()}
+    assert read == {"integer": "7", "math": "7", "line": "it is \\boxed{ 7 }"}
+    assert [of("  ") for of in ANSWERS.values()] == [None, None, None]
+
+
+@dataclass
+class Prefers:
+    """A judge of whole answers: the number of their a. The first one it cannot judge."""
+
+    name: str = "m"
+    seen: list[str] = field(default_factory=list[str])
+
+    async def judge(self, episodes: Any) -> Any:
+        self.seen += [e.text for e in episodes]
+        assert [e.sibling for e in episodes] == list(range(len(episodes)))
+        return [
+            (Judged("m", 1.0, Verdict.value(e.text.count("a") - 9.0) if e.sibling else Verdict.failed("down", "x")),)
+            for e in episodes
+        ]
+
+
+def test_a_judge_or_the_verifier_scores_whole_answers() -> None:
+    judge = Prefers()
+    s = replace(tools(), scorer=None, judge=judge)
+    found = asyncio.run(play(BestOfN(count=12), s, TASK))
+    assert len(judge.seen) == 12 and found.scores == (max(x.count("a") for x in judge.seen[1:]) - 9.0,)
+    with pytest.raises(ConfigError, match="adds scores up"):
+        asyncio.run(play(MajorityVote(count=4, weighted=True), s, TASK))
+    known = replace(tools(), scorer=None, verified=True)
+    found = asyncio.run(play(BestOfN(count=120), known, TASK))
+    assert text(found.ids) == "a;a;a" and found.scores == (1.0,)
+    plain = replace(tools(), scorer=None)
+    assert asyncio.run(play(MajorityVote(count=4, answer="line"), plain, TASK)).scores == ()
+
+
+@pytest.mark.parametrize("kind", [BestOfN(count=9), MajorityVote(count=9), BeamSearch(), TreeSearch()])
+def test_a_budget_ends_every_search_with_an_answer(kind: SearchKind) -> None:
+    """It begins nothing more once the budget is spent. What was begun is ended, and counted."""
+    free, tight = tools(), tools(budget=13)
+    asyncio.run(play(kind, free, TASK))
+    found = asyncio.run(play(kind, tight, TASK))
+    assert found.stop is Stop.SAID and tight.spent < free.spent
+    largest = {"steps": 2 * 4 * 4}.get(kind.reads, 6)
+    assert tight.spent <= 13 + largest + 6
+    if isinstance(kind, BestOfN):
+        assert tight.spent == 18  # three answers of six tokens: after two of them 12 < 13
+    other = Task(id="u", prompt="p")
+    asyncio.run(play(kind, tight, other))
+    assert tight.spent_on["u"] > 0, "another task has a budget of its own"
+
+
+# --- what is checked of each ------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_other_weights_stop_a_search() -> None:
+    said_by_one_version(np.array([3, 3]), 3, "t")
+    s = tools(version=1)
+    with pytest.raises(InvariantError, match=r"task 't' began with weights of version 1, and .* version 0"):
+        asyncio.run(play(BeamSearch(), s, TASK))
+
+
+def test_an_answer_is_chosen_by_what_was_asked_for() -> None:
+    scores = (0.9, 0.4, 0.8)
+    for how in ("min", "product", "mean", "last"):
+        worth_is(scores, how, aggregated(scores, how), "t")  # type: ignore[arg-type]
+        for other in {"min", "product", "mean", "last"} - {how}:
+            with pytest.raises(InvariantError, match=f"the {how} of its steps' scores"):
+                worth_is(scores, how, aggregated(scores, other), "t")  # type: ignore[arg-type]
+    worth_is((0.0, 0.5), "product", 0.0, "t")
+    worth_is((-3.0,), "product", -3.0, "t")
+
+
+def test_a_tree_whose_values_do_not_add_up_is_refused() -> None:
+    root = TreeNode(Beginning(np.zeros(0, np.int32)))
+    root.children = [TreeNode(Beginning(np.array([i], np.int32)), root) for i in (1, 2)]
+    for child, value in zip(root.children, (0.9, 0.6), strict=True):
+        child.back_up(value)
+    tree_adds_up(root, "t")
+    root.total -= 0.3
+    with pytest.raises(InvariantError, match=r"has 2 visits and a value of 1.2 in all, and 2 values of 1.5"):
+        tree_adds_up(root, "t")
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+class Sometimes(World):
+    """Cannot judge what ends with b."""
+
+    async def judge(self, attempt: Any) -> Any:
+        failed = Verdict.failed("down", "x")
+        return (Judged("world", 1.0, failed),) if attempt.text.endswith("b") else await super().judge(attempt)
+
+
+def test_a_point_counts_each_task_once_and_leaves_out_what_is_not_judged(tmp_path: Path) -> None:
+    tasks = [Task(id=f"t{i}", prompt="p") for i in range(30)]
+    s = replace(tools(), environment=Sometimes())  # type: ignore[arg-type]
+    points = [
+        asyncio.run(search_point(k, s, tasks, 2)) for k in (ONE, BestOfN(count=4), BeamSearch(width=1, expand=30))
+    ]
+    one, best_of_4, wide = points
+    assert (one.tokens, best_of_4.tokens) == (6.0, 24.0) and s.spent_on == Counter()
+    assert one.unjudged > 0 and one.accuracy.prompts == len(one.right) <= 30
+    assert wide.accuracy.mean == 1.0 > best_of_4.accuracy.mean >= one.accuracy.mean
+    assert wide.gain(one).low > 0 and wide.gain(one).prompts == len(one.right)
+    assert one.name == "one answer" and best_of_4.name == "best_of.count=4"
+    assert frontier(points)[0] is one and frontier(points)[-1] is wide
+    worse = replace(one, tokens=7.0)
+    assert worse not in frontier([*points, worse])
+    for ending in ("svg", "png"):
+        search_plot(
+            [*points, replace(best_of_4, accuracy=replace(one.accuracy, low=-math.inf, high=math.inf))],
+            "a title",
+            tmp_path / f"x.{ending}",
+        )
+    drawn = (tmp_path / "x.svg").read_text()
+    assert "tokens said for a task" in drawn and "beam" in drawn and "1x30" in drawn and "a title" in drawn
+    with pytest.raises(ConfigError, match=r"use one of \.svg"):
+        search_plot(points, "t", tmp_path / "x.txt")
+
+
+def test_the_best_search_by_difficulty() -> None:
+    def point(kind: SearchKind, tokens: float, *right: float) -> SearchPoint:
+        return SearchPoint(kind, Score.of(right), tokens, dict(enumerate(right)))
+
+    points = [point(ONE, 10.0, 0, 0.5, 1), point(BestOfN(), 80.0, 0.25, 0.5, 0), point(TreeSearch(), 100.0, 0.5, 1, 0)]
+    said = by_difficulty(points, {0: 0.0, 1: 0.5, 2: 1.0})
+    assert said[:2] == [
+        "hard: 1 tasks, of which 16 answers say so",
+        "  at most  20 tokens: 0.000 one answer (10.0)",
+    ]
+    assert said[3:5] == [
+        "  at most  80 tokens: 0.250 best_of.count=8 (80.0)",
+        "  at most 160 tokens: 0.500 tree.expansions=12,expand=3 (100.0)",
+    ]
+    assert said[-1] == "  at most 160 tokens: 1.000 one answer (10.0)" and len(said) == 15
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_words_of_searches() -> None:
+    words = ["seed=1", "search=beam.width=2,4,expand=3", "search=vote", "search.by=model:runs/prm", "search.budget=99"]
+    request, rest = search_request(words)
+    assert (
+        rest == ("seed=1",) and request.budget == 99 and request.by is not None and request.by.models == ("runs/prm",)
+    )
+    assert [k.name for k in request.kinds[1:]] == ["beam.width=2,expand=3", "beam.width=4,expand=3", "vote.count=8"]
+    assert request.kinds[0] == ONE and asks_search(words) and not asks_search(["seed=1", "env.args.search=2"])
+    assert search_request(["search=best_of", "search.by=verifier"])[0].verified
+    assert len(search_request(["search=best_of.count=1,4", "search=best_of.count=4"])[0].kinds) == 2
+    assert [k.reads for k in (ONE, BestOfN(), MajorityVote(), MajorityVote(weighted=True), TreeSearch())] == [
+        *("nothing", "answers", "nothing", "answers", "steps")
+    ]
+    assert all(KINDS[name]().word == name and kinds_of(name) == [KINDS[name]()] for name in KINDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["search=baem"], r"there is no search 'baem'; did you mean 'beam'\?"),
+        (["search=beam.widht=3"], r"search=beam.widht: beam has no such setting; did you mean 'width'\?"),
+        (["search=beam.width=four"], "search=beam.width=four: expected a whole number"),
+        (["search=beam.4"], r"write settings behind the name, such as search=beam.width=4"),
+        (["search=beam.width=0"], "search=beam.width=0: must be at least 1"),
+        (["search=tree.exploration=-1"], "must be at least 0"),
+        (["search=beam.width=2,expand=3,width=4"], "width is given twice; several values are written width=2,4"),
+        (["search=best_of.aggregate=max"], "search=best_of.aggregate=max"),
+        (["search.width=4", "search=beam"], r"search.width: .*search=beam.width=4"),
+        (["search.by=model:x"], "search.by is about searches, and none is named: add one, such as search=best_of"),
+        (["search=beam", "search.by=runs/prm"], "search.by=model:runs/prm for a reward model"),
+        (["search=beam", "search.budget=-1"], "tokens a task"),
+        (["search=beam", "search.budget=1", "search.budget=2"], "given twice"),
+    ],
+)
+def test_wrong_words_are_told(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        search_request(words)
+
+
+# --- posttrain eval ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ends with a process reward model, as the recipe prm does."""
+    folder = tmp_path_factory.mktemp("searched") / "prm"
+    run = process_run(sft=60)
+    model = replace(run.stages[2], hands_on=True)
+    posttrain.run(
+        replace(run, env=replace(run.env, rewards=()), stages=(*run.stages[:2], model)), out=folder, quiet=True
+    )
+    return folder
+
+
+@pytest.mark.prove
+def test_eval_compares_searches(prm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "curves.svg"
+    words = [
+        "search=best_of.count=2,4",
+        "search=vote.count=4",
+        "search=beam.width=2,expand=2",
+        "search=tree.expansions=4",
+    ]
+    assert main(["eval", str(prm), *words, "--samples", "2", "--out", str(picture)]) == 0
+    said = capsys.readouterr()
+    names = ("one answer", "best_of.count=2", "best_of.count=4", "vote.count=4", "beam.width=2,expand=2", "tree.")
+    assert all(n in said.out for n in names) and "process reward model rm" in said.out
+    assert "6 held-out tasks of arithmetic, each searched 2 times" in said.out and f"written: {picture}" in said.out
+    assert "the policy is that of its stage sft" in said.err
+    assert picture.read_text().count("<svg") == 1
+    report = evaluate_searches(prm, *words, samples=2, quiet=True)
+    points = {p.name: p for p in report.points}
+    assert [p.tokens for p in report.points] == sorted(p.tokens for p in report.points)
+    assert points["one answer"].tokens < points["best_of.count=2"].tokens < points["best_of.count=4"].tokens
+    assert points["best_of.count=4"].tokens == points["vote.count=4"].tokens, "they sample the same answers"
+    assert all(0 <= p.accuracy.low <= p.accuracy.mean <= p.accuracy.high <= 1 for p in report.points)
+    tight = evaluate_searches(prm, "search=best_of.count=40", "search.budget=60", quiet=True)
+    assert max(p.tokens for p in tight.points) <= 60 + 24
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.prove
+def test_best_of_n_by_the_verifier_is_pass_at_n(prm: Path) -> None:
+    report = evaluate_searches(prm, "search=best_of.count=8", "search.by=verifier", samples=2, quiet=True)
+    one, best_of_8 = report.points
+    assert all(best_of_8.right[t] >= one.right[t] for t in one.right) and "knows the answers" in report.scored_by
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["search=beam", "search.by=verifier"], "search.by=verifier scores whole answers"),
+        (["search=beam", "search.by=model:./nowhere"], "search.by=model:./nowhere"),
+        (["search=beam", "search.by=model:stage:sfd"], "keeps nothing called 'sfd'"),
+        (["search=beam", "env=shop"], "'shop' has episodes of several turns"),
+        (["search=beam", "env.heldout=0"], "env.heldout=0 leaves no task"),
+        (["search=beam", "env=calculator"], "'calculator' has episodes of several turns"),
+        (["search=beam", "fault=search_min_as_product"], "--allow-fault"),
+    ],
+)
+def test_what_cannot_be_searched_is_told(prm: Path, words: list[str], says: str) -> None:
+    with pytest.raises(PosttrainError, match=says):
+        evaluate_searches(prm, *words, quiet=True)
+
+
+@pytest.mark.prove
+def test_a_search_without_scores_says_where_to_get_them(prm: Path, tmp_path: Path) -> None:
+    run = replace(process_run(sft=2), stages=process_run(sft=2).stages[:1])
+    posttrain.run(replace(run, env=replace(run.env, rewards=())), out=tmp_path / "plain", quiet=True)
+    with pytest.raises(ConfigError, match=r"search=beam.*has no reward model.*search.by=model:RUN.*search.by=verifier"):
+        evaluate_searches(tmp_path / "plain", "search=beam", quiet=True)
+    report = evaluate_searches(tmp_path / "plain", "search=vote.count=2", quiet=True)
+    assert len(report.points) == 2 and not report.scored_by
+    scored = evaluate_searches(tmp_path / "plain", "search=beam.width=1,expand=2", f"search.by=model:{prm}", quiet=True)
+    assert "process reward model prm" in scored.scored_by
+    with pytest.raises(ConfigError, match="evaluate_searches"):
+        posttrain.evaluate(tmp_path / "plain", "search=vote", quiet=True)
+    with pytest.raises(ConfigError, match="give a run folder or a model directory"):
+        evaluate_searches("http://127.0.0.1:8000/v1", "search=vote", quiet=True)
+
+
+@pytest.mark.prove
+def test_a_reward_model_of_whole_answers_chooses_among_whole_answers(tmp_path: Path) -> None:
+    env = Env(name="replies", args={"numbers": 2, "margins": True}, heldout=6)
+    rm = RewardModel(name="rm", steps=2, batch=8, optimizer=Optimizer(lr=3e-3, warmup=1), checkpoint_every=0)
+    posttrain.run(replace(tiny_run(), env=env, stages=(rm,)), out=tmp_path / "orm", quiet=True)
+    rl = only_rl(tiny_run(steps=1, sampling=Sampling(max_tokens=8)))
+    posttrain.run(replace(rl, env=env), out=tmp_path / "policy", quiet=True)
+    by = f"search.by=model:{tmp_path / 'orm'}"
+    report = evaluate_searches(tmp_path / "policy", "search=best_of.count=4", by, quiet=True)
+    assert "reward model orm reads the policy's tokens" in report.scored_by and len(report.points) == 2
+    with pytest.raises(ConfigError, match="scores are no chances"):
+        evaluate_searches(tmp_path / "policy", "search=vote.weighted=true", by, quiet=True)
+    with pytest.raises(ConfigError, match="scores whole answers"):
+        evaluate_searches(tmp_path / "policy", "search=tree", by, quiet=True)
+    with pytest.raises(PosttrainError, match="and no policy before it"):
+        evaluate_searches(tmp_path / "orm", "search=vote", quiet=True)
+
+
+def test_options_of_searches_are_for_searches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "runs/x", "--out", "a.svg"]) == 2
+    assert "are for searches: add search=best_of" in capsys.readouterr().err
+    assert main(["eval", "runs/x", "search=vote", "--ema"]) == 2
+    assert "--ema does not go with search=" in capsys.readouterr().err

@@ -14,21 +14,38 @@ from posttrain.api import main
 from posttrain.controller.interrupt import Interrupted
 from posttrain.controller.stages.reinforce import ReinforceDriver
 from posttrain.core import reader
-from posttrain.core.algorithm import patch
+from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
-from posttrain.core.ladder import DAPO, DECOUPLED, DR_GRPO, GRPO
+from posttrain.core.ladder import DAPO, DECOUPLED, DR_GRPO, GRPO, LUFFY
+from posttrain.core.pieces.shape import DropTruncated
 from posttrain.core.placement import Processes
+from posttrain.core.ports import Attempt
 from posttrain.core.replay import Replay
 from posttrain.core.run import Embedded, Reinforce, Run
 from posttrain.core.sampling import Sampling
+from posttrain.core.verdict import Verdict
+from posttrain.environment.gallery import GALLERY
 from tests.late import Late, episodes_of, late_run, nothing_lost_or_doubled, rl_steps, through_the_queue
 from tests.prove.test_kill_sweep import digest
 from tests.tiny import tiny_run
 
 FILTERED = patch(DAPO, "filtered", "-", shape=())
+UNCUT = patch(GRPO, "uncut", "-", shape=(DropTruncated(),))
+SHORT = 5
+"""Characters that are too many to be right in `Brief`."""
+
+
+class Brief(Late):
+    """Short answers are right. So a filter that refuses groups of equal outcomes chooses by length."""
+
+    def verify(self, attempt: Attempt) -> Verdict:
+        return Verdict.value(float(0 < sum(map(len, attempt.turns)) < SHORT))
+
+
+GALLERY["brief"] = f"{__name__}:Brief"
 
 
 def played(run: Run, folder: Path) -> Path:
@@ -219,6 +236,41 @@ def test_a_step_without_a_second_minibatch_does_not_put_off_a_push(tmp_path: Pat
     steps = [s for s in reader.steps(played(run, tmp_path / "run")) if s.stage == "rl"]
     assert min(s.gauges["optim/steps"].sum for s in steps) < 2, "some minibatch has no credit"
     assert len(steps) == 8 and max(s.gauges["rollout/most_behind"].sum for s in steps) <= 2
+
+
+AGAIN = Replay(size=12, groups=3)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "left_out", "replay"),
+    [(GRPO, False, None), (DECOUPLED, False, AGAIN), (LUFFY, False, None), (FILTERED, True, None), (UNCUT, True, None)],
+    ids=["all", "again", "shown", "filtered", "uncut"],
+)
+def test_what_was_trained_on_is_as_long_as_what_was_asked(
+    algorithm: Algorithm, left_out: bool, replay: Replay | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rollout/trained_length` is 1 where every answer is learned from, also beside those of earlier steps and of
+    demonstrations, and the ratio of the two means where a filter or a mask left some out by their length."""
+    remember, taken = ReinforceDriver.remember, list[tuple[Experience, Step]]()
+
+    def kept(self: ReinforceDriver, asked: Experience, step: Step) -> Step:
+        taken.append((asked, step))
+        return remember(self, asked, step)
+
+    monkeypatch.setattr(ReinforceDriver, "remember", kept)
+    run = late_run(1, algorithm=algorithm, replay=replay, checkpoint_every=0)
+    played(replace(run, env=replace(run.env, name="brief")), tmp_path / "run")
+    ratios = list[float]()
+    for asked, step in taken:
+        own = [[e for e in g.episodes if e.own] for g in asked.played]
+        trained = [e for g in asked.fresh for e in g.episodes if e.own and not (algorithm is UNCUT and e.stop.cut)]
+        mean = np.mean([e.spoken for g in own for e in g])
+        if trained:
+            ratios.append(float(np.mean([e.spoken for e in trained]) / mean))
+            assert step.gauges["rollout/trained_length"].mean == pytest.approx(ratios[-1], rel=1e-12)
+        else:
+            assert not step.gauges["rollout/trained_length"].count
+    assert len(taken) == 6 and ratios and any(r != pytest.approx(1) for r in ratios) == left_out
 
 
 def test_what_checks_sample_is_not_counted_as_a_step_s(tmp_path: Path) -> None:

@@ -80,6 +80,9 @@ def longest(prompts, completions, completion_ids, trainer_state, log_metric, log
     log_extra("size", [len(c) for c in completions])
     return [float(len(c) == max(map(len, completions))) * trainer_state.global_step for c in completions]
 
+def length(task, text):
+    return float(len(text))
+
 def brittle(task, text):
     if os.path.exists(task.info["broken"]):
         os._exit(9)
@@ -149,6 +152,39 @@ def test_a_text_that_hangs_or_kills_a_working_verifier_is_worth_nothing(judge: A
     (v,) = ask(judge, text)
     assert (v.state, v.score, v.kind) == (State.VALUE, 0.0, kind), v.why
     assert ask(judge, "12")[0].score == 1.0
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.3], ids=["asked at once", "asked later"])
+def test_a_worker_that_is_killed_between_two_requests_mixes_up_no_answers(rewards: Path, pause: float) -> None:
+    """By the system, for example. The next process finds the request that nobody has read, and answers it too."""
+    source = made(rewards, "length")
+    assert ask(source, "x")[0].score == 1
+    for _ in range(3):
+        answering = source.pool.processes()[1]
+        os.kill(answering, signal.SIGKILL)
+        time.sleep(pause)
+        assert [ask(source, "x" * n)[0].score for n in (2, 5, 3, 4)] == [2, 5, 3, 4]
+    source.close()
+
+
+def test_a_worker_that_is_killed_while_it_starts_is_started_again_at_once(
+    rewards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that fails by itself is remembered for a second; one that was killed says nothing about the next."""
+    begin, begun = subprocess.Popen, list[Any]()
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        begun.append(begin(*args, **kwargs))
+        if len(begun) == 1:
+            begun[0].kill()
+        return begun[-1]
+
+    monkeypatch.setattr("posttrain.verifier.workers.process.subprocess.Popen", killed)
+    source = made(rewards, "length")
+    first, second = ask(source, "xx")[0], ask(source, "xx")[0]
+    assert (first.state, first.kind) == (State.FAILED, "worker") and "SIGKILL" in first.why
+    assert second.score == 2 and len(begun) == 2
+    source.close()
 
 
 def test_memory_is_bounded(judge: Any) -> None:

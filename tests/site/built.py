@@ -1,8 +1,13 @@
-"""The built site: no warning, every link and anchor leads somewhere, nothing is asked of another host, and every page
-opens in Chromium without an error, on a desk and on a phone.
+"""The built site: it is built without a network and without a warning, every link and anchor leads somewhere, nothing
+is asked of another host, and every page opens in Chromium without an error, on a desk and on a phone.
 
-Run by `make test-docs`, in an environment without torch. POSTTRAIN_SEED draws the pages that the browser opens (it is
-printed); POSTTRAIN_DOCS=all opens every page.
+Run by `make test-docs`, in an environment without torch. In its environment:
+
+    POSTTRAIN_SEED          draws the pages that the browser opens (it is printed)
+    POSTTRAIN_DOCS=all      opens every page
+    POSTTRAIN_PICTURES=DIR  writes a picture of each page that is opened: DIR/desk/PAGE.png and DIR/phone/PAGE.png
+
+Without Chromium the tests that need it are skipped, and fail under CI.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -26,19 +32,35 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 import pytest
 
+from tests.needed import program
+
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build/site"
 SIZES = {"desk": (1280, 800), "phone": (390, 844)}
 SAMPLE = 24
 """Pages that the browser opens at a landing, beside the few that are always opened."""
 ALWAYS = ("index.html", "for-researchers.html", "for-engineers.html", "my-reward-my-model.html", "search.html")
+TALLEST = 6_000
+"""Pixels of a page that its picture shows, from the top."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@cache
+def offline() -> tuple[str, ...]:
+    """What begins a command that has no network: a namespace without an interface that is up. Empty where this machine
+    makes none."""
+    ways = (("unshare", "--net"), ("unshare", "--net", "--user", "--map-root-user"))
+    for words in ways:
+        if shutil.which(words[0]) and subprocess.run([*words, "true"], capture_output=True).returncode == 0:
+            return words
+    return ()
 
 
 @pytest.fixture(scope="session")
 def site() -> Path:
-    """Built anew; a warning of Sphinx is an error of the build."""
-    done = subprocess.run([sys.executable, "-m", "scripts.site", str(SITE)], cwd=ROOT, capture_output=True, text=True)
+    """Built anew, without a network; a warning of Sphinx is an error of the build."""
+    words = [*offline(), sys.executable, "-m", "scripts.site", str(SITE)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return SITE
 
@@ -78,6 +100,21 @@ def read(path: Path) -> Page:
 
 def html(site: Path) -> list[Path]:
     return sorted(p for p in site.rglob("*.html") if "_static" not in p.parts)
+
+
+def test_the_network_is_cut_while_the_site_is_built(site: Path) -> None:
+    """What is started as the build is has a way to nowhere, not even to this very process."""
+    if not offline():
+        program(("unshare",), "util-linux")
+        pytest.skip("this kernel makes no network namespace for us, so the site was built with the network there")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ask = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5)"
+        words = [sys.executable, "-c", ask, str(server.getsockname()[1])]
+        here, there = (subprocess.run([*w, *words], capture_output=True, text=True) for w in ((), offline()))
+    assert here.returncode == 0 and "OSError: [Errno 101]" in there.stderr, here.stderr + there.stderr
+    routes = subprocess.run([*offline(), "cat", "/proc/net/route"], capture_output=True, text=True, check=True).stdout
+    assert not routes.splitlines()[1:], routes
+    assert (site / "index.html").is_file()
 
 
 def test_every_page_of_the_repository_is_there(site: Path) -> None:
@@ -160,6 +197,7 @@ class Window:
 
     page: Any
     address: str
+    size: str
     wrong: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -192,6 +230,14 @@ class Window:
             self.wrong.append("no title")
         return [f"{path}: {x}" for x in self.wrong]
 
+    def picture(self, path: str, folder: Path) -> None:
+        """Writes what the open page looks like."""
+        width, height = (self.page.evaluate(f"document.documentElement.scroll{x}") for x in ("Width", "Height"))
+        into = folder / self.size / f"{path.removesuffix('.html')}.png"
+        into.parent.mkdir(parents=True, exist_ok=True)
+        shown = {"x": 0, "y": 0, "width": width, "height": min(height, TALLEST)}
+        self.page.screenshot(path=into, full_page=True, clip=shown)
+
     def _widest(self, width: int) -> str:
         return self.page.evaluate(
             "w => [...document.querySelectorAll('article *')].filter(e => e.getBoundingClientRect().right > w + 1)"
@@ -204,11 +250,9 @@ class Window:
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
-    program = next((p for b in BROWSERS if (p := shutil.which(b))), None)
-    if program is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
+    found = program(BROWSERS, "chromium")
     with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        made = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
         yield made
         made.close()
 
@@ -217,7 +261,7 @@ def browser() -> Iterator[Any]:
 def window(request: pytest.FixtureRequest, browser: Any, address: str) -> Iterator[Window]:
     width, height = SIZES[request.param]
     context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce")
-    yield Window(context.new_page(), address)
+    yield Window(context.new_page(), address, request.param)
     context.close()
 
 
@@ -232,7 +276,12 @@ def chosen(site: Path) -> list[str]:
 
 
 def test_pages_open_without_an_error(site: Path, window: Window) -> None:
-    wrong = [x for path in chosen(site) for x in window.open(path)]
+    wrong, pages, pictures = list[str](), chosen(site), os.environ.get("POSTTRAIN_PICTURES")
+    for path in pages:
+        wrong += window.open(path)
+        if pictures:
+            window.picture(path, Path(pictures))
+    print(f"\n{len(pages)} pages opened, {window.size}: {len(wrong)} things wrong")
     assert not wrong, "\n".join(wrong[:40])
 
 

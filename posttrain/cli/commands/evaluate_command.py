@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
 from posttrain.cli.command import Subparsers, add_command, add_trust
 from posttrain.core.errors import ConfigError
 from posttrain.core.visible import tell
+
+PICTURE = "search.svg"
+"""The picture of searches, if the user names no file."""
 
 
 def add(sub: Subparsers) -> None:
@@ -15,17 +18,21 @@ def add(sub: Subparsers) -> None:
         "eval",
         evaluate,
         "held-out accuracy, mean reward and pass@k of a run, a model directory, a hub id, or of what is served at an "
-        "address; of a reward model how it orders judged completions",
+        "address; of a reward model how it orders judged completions; with search=... what searches are worth and cost",
         "posttrain eval runs/mine --checkpoint best --samples 16\n"
         "  posttrain eval my-model env=arithmetic env.args.terms=4\n"
         "  posttrain eval my-reward-model env.prompts=pairs.jsonl\n"
+        "  posttrain eval my-reward-model env=replies --answers runs/mine --answers my-model\n"
+        "  posttrain eval runs/prm search=best_of.count=4,8 search=beam.width=4 search=vote\n"
         "  posttrain eval http://127.0.0.1:8000/v1 env=arithmetic --tokenizer my-model --key-env MY_KEY",
     )
     p.usage = "posttrain eval TARGET [key=value ...] [options]"
     p.add_argument(
         "target", help="a run folder, a model directory, a hub id, or the address of an OpenAI-compatible endpoint"
     )
-    p.add_argument("--samples", type=int, metavar="N", help="samples a prompt (default: those of the run)")
+    p.add_argument(
+        "--samples", type=int, metavar="N", help="samples a prompt (default: those of the run; of searches 1)"
+    )
     p.add_argument(
         "--checkpoint",
         default="last",
@@ -35,7 +42,16 @@ def add(sub: Subparsers) -> None:
     p.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
     p.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
     p.add_argument("--ema", action="store_true", help="of a run with optimizer.ema: the moving average of the weights")
+    p.add_argument(
+        "--answers",
+        action="append",
+        default=[],
+        metavar="POLICY",
+        help="of a reward model: score what this policy (a run or a model) answers to the held-out prompts, and "
+        "compare with what the environment knows or verifies; may be repeated",
+    )
     add_trust(p)
+    _add_search(p)
     at = p.add_argument_group("at an address (slots=N: requests at once)")
     at.add_argument("--model", metavar="NAME", help="which of its models (default: the only one)")
     at.add_argument(
@@ -52,19 +68,62 @@ def add(sub: Subparsers) -> None:
     )
 
 
+def _add_search(p: ArgumentParser) -> None:
+    by = p.add_argument_group(
+        "searches",
+        "search=NAME.SETTING=VALUE,... for each, with several values for several sizes: best_of (count), vote (count,"
+        " weighted, answer), beam (width, expand), tree (expansions, expand, exploration); all have aggregate, how the"
+        " scores of steps become one number (min, product, mean, last). search.by=model:PATH, judge:PATH or verifier:"
+        " what scores (default: the reward model of the run). search.budget=N: a search that has said N tokens for a"
+        " task begins nothing more.",
+    )
+    by.add_argument("--out", metavar="FILE", help=f"the picture: .svg, .png or .pdf (default: {PICTURE})")
+    by.add_argument("--allow-fault", action="store_true", help="plant the bug of fault=NAME (posttrain faults)")
+
+
+def _search(o: Namespace) -> int:
+    from posttrain.api.searched import evaluate_searches
+
+    away = {
+        "--answers": o.answers,
+        "--model": o.model,
+        "--key-env": o.key_env,
+        "--tokenizer": o.tokenizer,
+        "--dialect": o.dialect,
+    }
+    if strange := [name for name, value in (away | {"--ema": o.ema}).items() if value]:
+        raise ConfigError(f"{strange[0]} does not go with search=...: leave one of them out")
+    evaluate_searches(
+        o.target,
+        *o.overrides,
+        samples=1 if o.samples is None else o.samples,
+        checkpoint=o.checkpoint,
+        max_tokens=o.max_tokens,
+        temperature=o.temperature,
+        out=o.out or PICTURE,
+        trust=o.trust,
+        allow_fault=o.allow_fault,
+    )
+    return 0
+
+
 def evaluate(o: Namespace) -> int:
+    from posttrain.api.search_words import asks_search
+
+    if asks_search(o.overrides):
+        return _search(o)
+    if o.out is not None or o.allow_fault:
+        raise ConfigError("--out and --allow-fault are for searches: add search=best_of, say, or leave them out")
     from posttrain.api import main
     from posttrain.api.endpoint import EndpointOptions, is_url
-    from posttrain.api.reward_report import evaluate_reward_model, is_reward_model
+    from posttrain.api.reward_report import is_reward_model
 
     if not is_url(o.target) and is_reward_model(o.target, o.checkpoint):
-        given = {"--samples": o.samples, "--max-tokens": o.max_tokens, "--temperature": o.temperature, "--ema": o.ema}
-        if strange := [name for name, value in given.items() if value]:
-            raise ConfigError(f"{o.target} is a reward model, and nothing is sampled from it: leave {strange[0]} out")
-        report = evaluate_reward_model(o.target, *o.overrides, checkpoint=o.checkpoint, trust=o.trust)
-        for line in report.lines():
+        for line in _of_reward_model(o):
             tell(line)
         return 0
+    if o.answers:
+        raise ConfigError(f"--answers is about a reward model, and {o.target} is none: leave it out")
     remote = EndpointOptions(model=o.model, key_env=o.key_env, tokenizer=o.tokenizer, api=o.api, dialect=o.dialect)
     how = {
         "samples": o.samples,
@@ -76,3 +135,23 @@ def evaluate(o: Namespace) -> int:
     }
     main.evaluate(o.target, *o.overrides, **how, remote=remote)
     return 0
+
+
+def _of_reward_model(o: Namespace) -> list[str]:
+    """How it orders judged completions, or what policies answer."""
+    from posttrain.api.reward_report import evaluate_reward_model
+    from posttrain.api.reward_transfer import transfer
+
+    given = {"--samples": o.samples, "--max-tokens": o.max_tokens, "--temperature": o.temperature}
+    if o.ema:
+        raise ConfigError(f"{o.target} is a reward model, which has no average of its weights: leave --ema out")
+    if o.answers:
+        how = {"samples": o.samples, "max_tokens": o.max_tokens, "temperature": o.temperature}
+        found = transfer(o.target, o.answers, *o.overrides, checkpoint=o.checkpoint, trust=o.trust, **how)
+        return [line for report in found for line in report.lines()]
+    if strange := [name for name, value in given.items() if value]:
+        raise ConfigError(
+            f"{o.target} is a reward model, and nothing is sampled from it: leave {strange[0]} out, or name a policy"
+            " whose answers are scored (--answers)"
+        )
+    return evaluate_reward_model(o.target, *o.overrides, checkpoint=o.checkpoint, trust=o.trust).lines()

@@ -32,9 +32,10 @@ def faults(o: Namespace) -> int:
         return 0
     f = find(o.name)
     rows = (("what", f.what), ("harm", f.harm), ("from", f.source), ("replaces", f.seam))
+    command = ("eval", "RUN") if f.needs == "search" else ("run", "arithmetic")
     for name, text in (
         *rows,
-        ("to see it", command_line("run", "arithmetic", *f.shows, f"fault={f.name}", "--allow-fault")),
+        ("to see it", command_line(*command, *f.shows, f"fault={f.name}", "--allow-fault")),
     ):
         for line in [f"{name:<10} {text}"] if name == "to see it" else hanging(f"{name:<10} ", text, screen_width()):
             tell(line)

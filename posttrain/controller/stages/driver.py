@@ -172,8 +172,8 @@ class Driver(ABC, Generic[S, T, A]):
         try:
             for index in range(self.state.step + 1, last + 1):
                 asked = await ask(index)
-                step = await learn(asked)
-                if not await self._goes_on(index, self.remember(asked, step)):
+                self.parts.sleep()
+                if not await self._goes_on(index, self.remember(asked, await learn(asked))):
                     break
         finally:
             await self.close()

@@ -48,14 +48,15 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         parts, stage, setting = self.parts, self.stage, self.setting
         parts.say(
             f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {stage.prompts} prompts x"
-            f" {stage.samples} samples = {stage.prompts * stage.samples} episodes a step, at most {stage.prompts} pairs"
+            f" {stage.samples} samples = {stage.prompts * stage.samples} episodes a step, at most {stage.pairs} pairs"
         )
         reference, sampling, rollout = self._reference(checkpoint), parts.sampling(stage), setting.rollout
         opponent = None
         if stage.share is not None:
             assert reference is not None  # a draw with an opponent reads it
             opponent = parts.oppose(reference, stage.share)
-            rollout = replace(rollout, opponents={1: Player(opponent.sampler, rollout.dialogue, sampling)})
+            player = Player(opponent.sampler, rollout.dialogue, sampling)
+            rollout = replace(rollout, opponents=dict.fromkeys(stage.opposed, player))
         self.roles = OnlineRoles(
             **stage_parts(self),
             sampling=sampling,
@@ -70,7 +71,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         return self._ask, self._learn
 
     async def _publish(self) -> None:
-        """Policy and opponent sample with the learner's weights."""
+        """Policy and opponent sample with the learner's weights (the reference alone with its own)."""
         await self.parts.publish()
         if self.roles.opponent is not None:
             await self.roles.opponent.follow(self.parts.version)
@@ -89,7 +90,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         """One optimizer step on the pairs of an experience. A step without a pair changes nothing."""
         h, a, stage = self.roles, self.stage.algorithm, self.stage
         h.watch.emit(PlayedEvent(e))
-        found = sampled_pairs(e.groups, a)
+        found = sampled_pairs(e.groups, a, h.place)
         played = merge(rollout_gauges(e, Credit((), 0.0)), e.engine, found.gauges())
         self._record(e)
         if not found.pairs:

@@ -30,6 +30,7 @@ from posttrain.role.judgements import (
     completions,
     drawn,
     heldout_judgements,
+    misfit,
     segments,
     walk,
 )
@@ -67,7 +68,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             source=source,
             reference=None,
         )
-        self._heldout = heldout_judgements(setting.environment)
+        self._heldout = self._readable(heldout_judgements(setting.environment))
         with self.clock.of("score"):
             self.roles.reference = self._reference(checkpoint)
         await self.watch.begin(self.roles)
@@ -144,7 +145,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             DataError: none does.
         """
         parts, environment = self.parts, self.setting.environment
-        if self.stage.too_long == "refuse":  # checked before the run began
+        if not self.stage.leaves_out_long:  # checked before the run began
             return environment.train
         fitting = FittingTasks.of(environment, self.stage.judged, parts.renderer, parts.sampler.context)
         if fitting is None:
@@ -155,10 +156,16 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             )
         if fitting.left_out:
             parts.say(
-                f"{self.stage.name}: {fitting.left_out} of {fitting.left_out + len(fitting.tasks)} judgements are left"
+                f"{self.stage.name}: {fitting.left_out} of {fitting.asked} judgements are left"
                 f" out, because they do not fit into {parts.sampler.context} tokens, such as: {fitting.first}"
             )
         return fitting
+
+    def _readable(self, judged: list[Judgement]) -> list[Judgement]:
+        """Without those that do not fit into the context, where the stage leaves them out."""
+        if not self.stage.leaves_out_long:
+            return judged
+        return [j for j in judged if not misfit(j, self.parts.renderer, self.parts.sampler.context)]
 
     # --- the reference -----------------------------------------------------------------------------------------------
 

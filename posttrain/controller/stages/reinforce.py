@@ -93,7 +93,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         return partial(ask, self.roles), partial(learn, self.roles)
 
     async def close(self) -> None:
-        self.parts.sync.ready = None
+        self.parts.sync.ready = self.parts.queue = None
         await self.roles.groups.close()
 
     @property
@@ -181,7 +181,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             buffer.restore(state.replay, load_groups(checkpoint / REPLAY, state.replay))
         if not isinstance(groups, GroupQueue):
             return
-        self.parts.sync.ready = groups.ready
+        self.parts.sync.ready, self.parts.queue = groups.ready, groups
         if checkpoint is not None and state.queue:
             groups.restore(state.queue, load_groups(checkpoint / QUEUE, state.queue, groups.prompts.source.task))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from posttrain.controller.stages.role_parts import data_parts
 from posttrain.controller.step import DataBatch, learn_from
 from posttrain.core import abilities
 from posttrain.core.batch import Batch
+from posttrain.core.errors import ConfigError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.pieces.keep import Best, TopShare
@@ -23,12 +24,13 @@ from posttrain.core.request import RolloutRequest, StepNumber
 from posttrain.core.run import Supervised
 from posttrain.core.scored import Credit
 from posttrain.core.stage import starts
+from posttrain.core.step_labels import StepLabeling
 from posttrain.core.types import Group
 from posttrain.diagnose.played import rollout_gauges
 from posttrain.role.concurrency import together
 from posttrain.role.demonstrate import demonstrated, imitated
 from posttrain.role.evaluate import EvaluationReport
-from posttrain.role.events import KeptEvent, PlayedEvent
+from posttrain.role.events import KeptEvent, PlayedEvent, RegeneratedEvent
 from posttrain.role.kept import (
     Asked,
     Candidate,
@@ -39,11 +41,14 @@ from posttrain.role.kept import (
     read,
     select,
     steps_of,
-    to_hint,
+    to_ask_again,
     write,
 )
 from posttrain.role.prompts import Prompts
-from posttrain.role.roles import RejectionRoles
+from posttrain.role.regenerate import RegeneratedAnswer, Regenerator, regenerated_gauges
+from posttrain.role.roles import RejectionRoles, stream_of
+from posttrain.role.step_judge import StepJudge
+from posttrain.role.steps import StepLabeler, TokenEnds
 from posttrain.role.weights import load_weights
 
 
@@ -73,6 +78,9 @@ class RejectionWork:
     opens: bool = False
     plain: Experience | None = None
     hinted: Experience | None = None
+    regenerated: tuple[RegeneratedAnswer, ...] = ()
+    engine: Gauges = field(default_factory=Gauges)
+    """The engine's counters, of what was regenerated."""
 
 
 class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Rejection, state=RejectionState):
@@ -94,6 +102,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
             sampling=parts.sampling(stage),
             rollout=setting.rollout,
             prompts=Prompts(setting.environment.train, parts.run.seed, s.cursor),
+            regenerator=self._regenerator(),
             other_environments=parts.other_environments(stage),
         )
         self._asked = Asked((), 0, 0)
@@ -110,6 +119,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         stage, m = self.stage, self.stage.method
         rounds = "" if stage.rounds is None else f" in {stage.rounds} rounds"
         extra = "; what was answered wrongly is asked again with the answer as a hint" if m.rationalise else ""
+        if m.regenerate is not None:
+            extra += "; where nothing is kept, wrong answers are said anew from their first wrong step"
         general = f"; {stage.general:.0%} of a batch are '{stage.style}' demonstrations" if stage.general else ""
         self.parts.say(
             f"{stage.name}: {m.label} ({m.paper}){rounds}; {stage.prompts} prompts x {stage.siblings} samples a round,"
@@ -122,6 +133,23 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
                 f"{stage.name}: {m.label} keeps the best of each prompt, also where all are wrong. Right answers are"
                 f" known here: {stage.name}.method.keep.above=0 leaves such prompts out"
             )
+
+    def _regenerator(self) -> Regenerator | None:
+        """What says wrong answers anew.
+
+        Raises:
+            ConfigError: a model judges the answers, and completions are judged by the environment alone.
+        """
+        how, stage, rollout = self.stage.method.regenerate, self.stage, self.setting.rollout
+        if how is None:
+            return None
+        paying = [j.name for j in rollout.judges if not (isinstance(j, StepJudge) and j.reward.steps == "score")]
+        if paying:
+            raise ConfigError(stage.judged_alone(paying[0]))
+        sampling = self.parts.sampling(stage)
+        asks = StepLabeling(name=stage.name, separator=how.separator, completions=how.completions)
+        ends = TokenEnds(rollout.dialogue("").text)
+        return Regenerator(StepLabeler(rollout, asks, sampling, ends, stream_of(stage)), how)
 
     @property
     def _file(self) -> str:
@@ -139,27 +167,30 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         with self.clock.of("rollout"):
             plain = await self._play(index)
             hinted = await self._play_hinted(plain) if m.rationalise else None
-        return RejectionWork(index, True, plain, hinted)
+            if (regenerator := self.roles.regenerator) is None:
+                return RejectionWork(index, True, plain, hinted)
+            regenerated = await regenerator.regenerate(to_ask_again(plain.played, m.keep))
+        return RejectionWork(index, True, plain, hinted, regenerated, self.roles.sync.sampler.gauges())
 
     async def _play(self, index: int) -> Experience:
         h, stage = self.roles, self.stage
         request = RolloutRequest(
             groups=stage.prompts, siblings=stage.siblings, at=StepNumber(index, stage.steps), most=1
         )
-        played, passed = await h.rollout.until(h.prompts, request, h.sampling, f"train/{stage.name}")
+        played, passed = await h.rollout.until(h.prompts, request, h.sampling, stream_of(stage))
         return self._experience(index, played, passed)
 
     async def _play_hinted(self, plain: Experience) -> Experience | None:
         """The prompts of which nothing would be kept, asked again with their answer as a hint."""
         h, stage = self.roles, self.stage
         hint = abilities.hints(h.environment)
-        wanted = [(g, hint(g.task)) for g in to_hint(plain.played, stage.method.keep)]
+        wanted = [(g, hint(g.task)) for g in to_ask_again(plain.played, stage.method.keep)]
         asked = [(hinted_task(g.task, prompt), g.visit) for g, prompt in wanted if prompt is not None]
         if not asked:
             return None
         request = RolloutRequest(groups=len(asked), siblings=stage.siblings, at=StepNumber(plain.index, stage.steps))
         groups = await together(
-            [h.rollout.group(task, visit, request, h.sampling, f"train/{stage.name}/hinted") for task, visit in asked]
+            [h.rollout.group(task, visit, request, h.sampling, f"{stream_of(stage)}/hinted") for task, visit in asked]
         )
         return self._experience(plain.index, tuple(groups), (True,) * len(groups))
 
@@ -214,11 +245,14 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
             hinted = work.hinted.played
             rewards = [e.reward for g in hinted for e in g.judged if e.reward is not None]
             gauges = merge(gauges, work.hinted.engine, {"reject/hint_reward": Gauge.of(rewards)})
+        if h.regenerator is not None:
+            h.watch.emit(RegeneratedEvent(work.index, work.regenerated))
+            gauges = merge(gauges, work.engine, regenerated_gauges(work.regenerated))
         if self.parts.run.record_episodes:
             with self.clock.of("book"):
                 groups = (*work.plain.played, *hinted)
                 self.parts.book.write_episodes(self.stage.name, work.index, Credit((), 0.0), groups)
-        self._asked = candidates_of(work.plain.played, hinted)
+        self._asked = candidates_of(work.plain.played, hinted, work.regenerated)
         s.asked = s.round
         with self.clock.of("book"):
             self.parts.book.keep(self._file, partial(write, asked=self._asked))
@@ -268,6 +302,8 @@ def nothing_kept(stage: Rejection, asked: Asked, found: Selection, round: int) -
     else:
         rule = f"lower {name}.method.keep.at" if m.keep.thresholds else f"lower {name}.method.keep.above"
         more = "" if m.rationalise else f", set {name}.method.rationalise=true where the environment has hints"
+        if m.regenerate is None:
+            more += f", set {name}.method.regenerate=4 where answers have steps"
         ask = f"ask more with {name}.siblings={4 * stage.siblings}"
         change = f"teach the policy more by imitation first, {ask}, {rule}{more}"
     return f"round {round} kept nothing ({m.keep.words()}): {seen}, {asked.cut} of them were cut off; {change}"

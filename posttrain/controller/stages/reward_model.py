@@ -22,7 +22,7 @@ from posttrain.core.reward_model import RewardModel
 from posttrain.core.streams import REFERENCE
 from posttrain.environment.make import environment
 from posttrain.role.evaluate import EvaluationReport
-from posttrain.role.judgements import AgreementReport, FittingTasks, drawn, walk
+from posttrain.role.judgements import AgreementReport, FittingTasks, drawn, misfit, walk
 from posttrain.role.ranked import heldout_agreement, heldout_of_kind, ranking_loss, reward_batch
 from posttrain.role.roles import RewardRoles
 from posttrain.role.steps import TokenEnds
@@ -65,7 +65,10 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
             reference=frozen_start(self, checkpoint) if stage.regularise == "dpo" else None,
             ends=TokenEnds(setting.rollout.dialogue("").text),
         )
-        self._heldout = heldout_of_kind(setting.environment, stage.judgement)
+        held = heldout_of_kind(setting.environment, stage.judgement)
+        context = parts.sampler.context
+        skips = stage.leaves_out_long
+        self._heldout = [j for j in held if not (skips and misfit(j, parts.renderer, context))]
         await self.watch.begin(self.roles)
         return self._ask, self._learn
 
@@ -111,7 +114,7 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
             raise DataError(f"{stage.name}: no judgement fits into {parts.sampler.context} tokens. {fitting.first}")
         if fitting.left_out:
             parts.say(
-                f"{stage.name}: {fitting.left_out} of {fitting.left_out + len(fitting.tasks)} judgements are left out,"
+                f"{stage.name}: {fitting.left_out} of {fitting.asked} judgements are left out,"
                 f" because they do not fit into {parts.sampler.context} tokens, such as: {fitting.first}"
             )
         return fitting

@@ -1,5 +1,5 @@
 """Pieces of preference algorithms beside the link: the statistic of a completion, the divergence, label noise, margins,
-what is added, and where pairs come from. The mathematics is in `algorithm.link` and `algorithm.preference`."""
+and what is added. The mathematics is in `algorithm.link` and `algorithm.preference`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from posttrain.core.errors import ConfigError
-from posttrain.core.pieces.checks import not_negative, positive, share
+from posttrain.core.pieces.checks import positive, share
+from posttrain.core.pieces.draw import AgainstReference
 from posttrain.core.pieces.link import PreferencePiece, below_half
 from posttrain.core.pieces.piece import times
 
@@ -292,108 +293,3 @@ class Optimism(Added):
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
         if not isinstance(a.draw, AgainstReference):
             yield "add=optimism reads completions of the reference. Set draw=againstreference"
-
-
-# --- where pairs come from -------------------------------------------------------------------------------------------
-
-
-class PairSource(PreferencePiece, begin=True):
-    """How pairs are drawn where no judgements are given: a reward or a judge says which completion is better."""
-
-    online: ClassVar[bool] = True
-    """Whether the policy itself is sampled, in each step."""
-
-    def samples(self) -> int:
-        """Completions that are drawn for a prompt."""
-        return 2
-
-    def opponent(self) -> float | None:
-        """The share of the reference in what draws the second completion; None where the policy says both."""
-        return None
-
-    def reads(self) -> tuple[str, ...]:
-        return () if self.opponent() is None else ("reference",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TwoSamples(PairSource):
-    """Two completions of the policy; the better one is chosen (OAIF, B09)."""
-
-    def words(self) -> str:
-        return "two completions of the policy, the better one chosen"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BestWorst(PairSource):
-    """The best and the worst of several completions of the policy (iterative DPO, B09)."""
-
-    of: int = 8
-    """Completions drawn for a prompt."""
-
-    def __post_init__(self) -> None:
-        if self.of < 2:
-            raise ConfigError(f"draw.of={self.of}: a best and a worst are two completions at least")
-
-    def words(self) -> str:
-        return f"the best and the worst of {self.of} completions of the policy"
-
-    def samples(self) -> int:
-        return self.of
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgainstReference(PairSource):
-    """A completion of the policy and one of the reference; the better one is chosen (XPO, B09)."""
-
-    def words(self) -> str:
-        return "one completion of the policy and one of the reference, the better one chosen"
-
-    def opponent(self) -> float | None:
-        return 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgainstMixture(PairSource):
-    """A completion of the policy and one of pi^(1 - coef) ref^coef (Nash-MD, B09)."""
-
-    coef: float = 0.5
-    """Share of the reference in the geometric mixture."""
-
-    def __post_init__(self) -> None:
-        share("draw.coef", self.coef)
-
-    def words(self) -> str:
-        return f"one completion of the policy and one of pi^{1 - self.coef:g} ref^{self.coef:g}"
-
-    def opponent(self) -> float | None:
-        return self.coef
-
-
-@dataclass(frozen=True, kw_only=True)
-class RejectionSampled(PairSource):
-    """Completions of the reference are kept with probability exp((R - max R) / temperature), as if the optimal policy
-    had said them; pairs are made of the kept ones (RSO, B07)."""
-
-    online = False
-
-    of: int = 64
-    """Completions of the reference drawn for a prompt."""
-    keep: int = 8
-    """Completions that are kept."""
-    temperature: float = 0.5
-    """The beta of the optimal policy ref * exp(R / beta). A larger one keeps more alike."""
-
-    def __post_init__(self) -> None:
-        positive("draw.temperature", self.temperature)
-        not_negative("draw.keep", self.keep)
-        if not 2 <= self.keep <= self.of:
-            raise ConfigError(f"draw.keep={self.keep}: must be at least 2 and at most draw.of={self.of}")
-
-    def words(self) -> str:
-        return (
-            f"{self.keep} of {self.of} completions of the reference, each kept with probability exp((R - max R) /"
-            f" {self.temperature:g})"
-        )
-
-    def samples(self) -> int:
-        return self.of

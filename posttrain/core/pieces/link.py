@@ -227,7 +227,7 @@ class Nash(Link):
         yield from super().refuses(a)
         if a.against == "nothing":
             yield "link=nash pays a KL to the reference, and against=nothing has none. Set against=reference"
-        if not a.online:
+        if a.draw is None or 0 in a.draw.opposed():
             yield "link=nash learns from what the policy itself said. Set draw=againstmixture"
         if type(a.statistic).__name__ != "Total":
             yield "link=nash reads the log-prob of the whole completion. Set statistic=total"

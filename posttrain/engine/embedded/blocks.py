@@ -67,6 +67,20 @@ class Blocks:
         self._cached = np.concatenate([self._cached, np.zeros(new, bool)])
         self._free, self.free, self.capacity = free, self.free + new, capacity
 
+    def clear(self) -> None:
+        """Give all blocks up.
+
+        Raises:
+            InvariantError: a block has an owner.
+        """
+        if self.free != self.capacity:
+            raise InvariantError(
+                f"{self.capacity - self.free} cache blocks have owners, so the cache cannot be given up: end every turn"
+                " and empty the prefix tree first"
+            )
+        self._count, self._cached, self._free = np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.int64)
+        self.capacity = self.free = 0
+
     def take(self, n: int) -> np.ndarray:
         """int64 [n]: blocks that were free. Each now has one owner."""
         if n > self.free:

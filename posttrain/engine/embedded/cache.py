@@ -98,6 +98,13 @@ class CachePool:
             self.keys[i], self.values[i] = keys[: rows * shape.heads], values[: rows * shape.heads]
         self.rows = rows
 
+    def release(self) -> None:
+        """Free all memory of the pool. It holds nothing until it grows again."""
+        self.rows = self._reserved = 0
+        self._wholes = []
+        self.keys = [self._rows(0, s.key) for s in self.shapes]
+        self.values = [self._rows(0, s.value) for s in self.shapes]
+
     def copy(self, source: np.ndarray, to: np.ndarray) -> None:
         """Copy rows, before one of the owners of their block writes to it."""
         a, b = (torch.from_numpy(x).to(self.device) for x in (source, to))

@@ -79,7 +79,8 @@ class EngineCounters:
 
     def clock(self) -> dict[str, float]:
         """Seconds since the last call. `engine/step`: in forward passes and draws. `engine/queue`: that
-        requests waited for a slot."""
+        requests waited for a slot. `engine/sleep` and `engine/wake`: in which the cache was freed and made anew. With
+        them `engine/freed`: the bytes that were freed."""
         taken, self._seconds = self._seconds, {}
         return taken
 

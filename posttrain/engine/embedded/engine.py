@@ -7,6 +7,7 @@ next turn before the next admission.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -112,11 +113,14 @@ class EmbeddedEngine:
         self._admission = Admission(context, self._served.vocabulary, self._most, text)
         self._version = version
         self._counters = EngineCounters(slots)
-        self._proposer = self._proposes(speculate, device)
+        self._proposer = drafts = self._proposes(speculate, device)
+        self._pools = (self._pool, drafts.served.pool) if isinstance(drafts, DraftModel) else (self._pool,)
         self._stepper = Stepper(
             self._served, self._fresh(), self._counters, self._proposer, Timeline() if timeline else None
         )
         self._loading = 0
+        self._slept = 0
+        """Blocks of the cache before the engine slept; 0: it is awake."""
         self._paused = False
         self._drained: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
@@ -178,7 +182,8 @@ class EmbeddedEngine:
         heard: called with the new ids and log-probs as soon as they are drawn.
         """
         request = self._admission.request(ids, sampling, place, heard)
-        self._wake()
+        self._go_on()
+        self.wake()
         self._scheduler.submit(request)
         self._mark(request, "queued")
         try:
@@ -209,7 +214,7 @@ class EmbeddedEngine:
                     raise EngineError(
                         "new weights wait for the sequences being said, and the engine is paused: resume() it first"
                     )
-                self._wake()
+                self._go_on()
                 drained = asyncio.get_running_loop().create_future()
                 self._drained.append(drained)
                 await drained
@@ -218,7 +223,7 @@ class EmbeddedEngine:
             self._renew(version)
         finally:
             self._loading -= 1
-            self._wake()
+            self._go_on()
         return fingerprint(named_tensors(self._module))
 
     async def idle(self) -> None:
@@ -236,6 +241,30 @@ class EmbeddedEngine:
         """Empty the prefix cache. Turns that are being said keep what they hold."""
         self._scheduler.tree.renew(self._version)
 
+    def sleep(self) -> None:
+        """Free the memory of the key-value cache, with all that it holds. The next turn wakes the engine. EngineError:
+        a turn has not ended."""
+        scheduler, begun = self._scheduler, time.perf_counter()
+        if scheduler.busy or any(not r.gone for r in scheduler.queue):
+            raise EngineError("the engine cannot sleep before every turn has ended: wait for idle() first")
+        if not self._pool.rows:
+            return
+        freed, self._slept = self.cache_size, scheduler.blocks.capacity
+        scheduler.tree.renew(self._version)
+        scheduler.blocks.clear()
+        for pool in self._pools:
+            pool.release()
+        self._counters.spent("engine/freed", freed)
+        self._counters.spent("engine/sleep", time.perf_counter() - begun)
+
+    def wake(self) -> None:
+        """Make the cache anew, at the size that it had before the engine slept. An engine that is awake stays so."""
+        if self._slept:
+            begun, blocks, self._slept = time.perf_counter(), self._slept, 0
+            self._grow(blocks)
+            self._scheduler.blocks.grow(blocks)
+            self._counters.spent("engine/wake", time.perf_counter() - begun)
+
     def pause(self) -> None:
         """Draw no more tokens until `resume`. Turns keep their tokens, and new requests are queued."""
         self._paused = True
@@ -243,7 +272,7 @@ class EmbeddedEngine:
     def resume(self) -> None:
         self._paused = False
         if self._loop is not None and self._loop.is_running():
-            self._wake()
+            self._go_on()
 
     def gauges(self) -> Gauges:
         """Gauges since the last call; `counters` lists their names and meaning."""
@@ -298,7 +327,7 @@ class EmbeddedEngine:
         if self.timeline is not None:
             self.timeline.phase(request, phase)
 
-    def _wake(self) -> None:
+    def _go_on(self) -> None:
         """Start a task of the running loop that steps while there is work, unless one runs."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
@@ -366,6 +395,5 @@ class EmbeddedEngine:
 
     def _grow(self, blocks: int) -> None:
         with torch.inference_mode():
-            self._pool.grow(blocks)
-            if isinstance(self._proposer, DraftModel):
-                self._proposer.served.pool.grow(blocks)
+            for pool in self._pools:
+                pool.grow(blocks)

@@ -78,6 +78,10 @@ class TwoPools:
         for pool in self._both:
             pool.grow(blocks)
 
+    def release(self) -> None:
+        for pool in self._both:
+            pool.release()
+
     def copy(self, source: np.ndarray, to: np.ndarray) -> None:
         for pool in self._both:
             pool.copy(source, to)

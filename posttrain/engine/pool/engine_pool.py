@@ -21,13 +21,14 @@ import numpy as np
 from posttrain.core.asker import DeadLetter, asker
 from posttrain.core.errors import EngineError, InvariantError
 from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.role_row import RoleRow
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
 from posttrain.engine.parcel.parcel import Parcel
 from posttrain.engine.pool.host import EngineDied, EngineHost, NewHost, PoolSender, has_started
 from posttrain.engine.pool.hosted import EngineFacts, EngineReport
 from posttrain.engine.pool.router import choose
-from posttrain.engine.pool.turns import PooledEngine, PooledTurn, summary
+from posttrain.engine.pool.turns import PooledEngine, PooledTurn, measured, summary, unassigned
 from posttrain.engine.pool.waiting import WaitList
 
 T = TypeVar("T")
@@ -182,25 +183,21 @@ class EnginePool:
         return taken
 
     def clock(self) -> Mapping[str, float]:
-        """Seconds since the last call, of all engines together; with what they counted, and who died."""
-        report = self._lost
-        self._lost = EngineReport()
-        for engine in self._engines:
-            report = report + engine.host.take_report()
-        counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
+        """Seconds since the last call, of all engines together; with what they counted, how idle they were, and who
+        died."""
+        found, self._lost = measured(self._engines, self._lost), EngineReport()
         deaths, self._deadly = self._deadly, 0
-        seconds = dict(self._sender.clock())
-        for name, spent in report.seconds.items():
-            seconds[name] = seconds.get(name, 0.0) + spent
-        return {**seconds, **counted, "engine/deaths": float(deaths)}
+        sent = self._sender.clock()
+        both = {name: spent + found[name] for name, spent in sent.items() if name in found}
+        return {**sent, **found, **both, "engine/deaths": float(deaths)}
 
     def line(self) -> str:
         """What all engines do now, in a few words."""
         return summary(self._engines)
 
-    def table(self) -> list[str]:
-        """A line for each engine: what it does, turns and tokens in flight, version, restarts."""
-        return [e.line() for e in self._engines]
+    def rows(self) -> list[RoleRow]:
+        """What each engine does now, and the turns that none of them has yet. It may be asked from any thread."""
+        return [*(e.row() for e in self._engines), unassigned(self._waits.owners(), self._engines)]
 
     def close(self) -> None:
         """End all engines."""
@@ -394,7 +391,7 @@ class EnginePool:
             if stalled := self._waits.look(WATCH_EVERY):
                 self._broken = EngineError(
                     f"the rollout engines have stalled: nothing may take more than {self._timeout:g} s"
-                    f" (placement.timeout)\n{stalled}\n" + "\n".join(self.table())
+                    f" (placement.timeout)\n{stalled}\n" + "\n".join(e.row().line() for e in self._engines)
                 )
                 self._waits.fail(self._broken)
             await asyncio.sleep(WATCH_EVERY)

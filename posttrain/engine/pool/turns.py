@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.asker import Asker
+from posttrain.core.role_row import RoleRow
 from posttrain.core.sampling import Sampling
+from posttrain.engine.pool.busy import BusyMeter
 from posttrain.engine.pool.host import EngineHost
+from posttrain.engine.pool.hosted import EngineReport
 from posttrain.engine.pool.router import Beginnings, EngineLoad
 
 
@@ -58,6 +61,7 @@ class PooledEngine:
     turns: dict[PooledTurn, None] = field(default_factory=dict[PooledTurn, None])
     busy: int = 0
     """Tokens that it was asked for and has not answered yet."""
+    meter: BusyMeter = field(default_factory=BusyMeter)
     beginnings: Beginnings = field(default_factory=Beginnings)
     restarts: int = 0
     failed: int = 0
@@ -84,6 +88,7 @@ class PooledEngine:
         """The event loop that asked it has ended, with all it waited for."""
         self.turns, self.busy, self.reserved, self.lock, self.starting = {}, 0, False, asyncio.Lock(), None
         self._sign = None
+        self.meter.change(0, 0)
 
     def silent(self) -> float:
         """Seconds since a question without an answer; asks one where none is open."""
@@ -102,6 +107,7 @@ class PooledEngine:
         """The turn is given to it."""
         self.turns[turn] = None
         self.busy += turn.tokens
+        self.meter.change(len(self.turns), self.busy)
         self.beginnings.add(turn.ids)
 
     def leave(self, turn: PooledTurn) -> None:
@@ -109,17 +115,23 @@ class PooledEngine:
         if turn in self.turns:
             del self.turns[turn]
             self.busy -= turn.tokens
+            self.meter.change(len(self.turns), self.busy)
 
     def load(self, ids: np.ndarray) -> EngineLoad:
         """What the router knows of it, for a turn after `ids`."""
         return EngineLoad(self.busy, self.beginnings.cached(ids), self.ready and not self.reserved)
 
-    def line(self) -> str:
-        """Its row of the table of engines."""
+    def row(self) -> RoleRow:
+        """What it does now. It may be asked from any thread."""
         state = "starting" if not self.ready else "alone with one turn" if self.reserved else "ready"
-        return (
-            f"{self.name}: {state}, {len(self.turns)} turns, {self.busy} tokens in flight, version {self.version},"
-            f" {self.restarts} restarts"
+        turns = list(self.turns)
+        return RoleRow(
+            name=self.name,
+            doing=state,
+            depth=f"{len(turns)} turns",
+            tokens=self.busy,
+            age=time.monotonic() - min(t.since for t in turns) if turns else None,
+            more=f"version {self.version}, {self.restarts} restarts",
         )
 
 
@@ -130,3 +142,35 @@ def summary(engines: Sequence[PooledEngine]) -> str:
         f"{sum(e.ready for e in engines)} of {len(engines)} engines ready, {turns} turns and {busy} tokens in flight"
         + (f", {restarts} restarts" if restarts else "")
     )
+
+
+def unassigned(owners: Sequence[object], engines: Sequence[PooledEngine]) -> RoleRow:
+    """The row of the turns that no engine has yet. `owners`: who waits for something."""
+    given = {t for e in engines for t in list(e.turns)}
+    turns = [o for o in owners if isinstance(o, PooledTurn) and o not in given]
+    return RoleRow(
+        name="router",
+        doing="holds turns back" if turns else "ready",
+        depth=f"{len(turns)} turns",
+        tokens=sum(t.tokens for t in turns),
+        age=time.monotonic() - min(t.since for t in turns) if turns else None,
+    )
+
+
+def measured(engines: Sequence[PooledEngine], lost: EngineReport) -> dict[str, float]:
+    """What all engines measured since the last call: seconds, counters, how long they had no turn, tokens in flight.
+
+    Args:
+        lost: the reports of those that have died.
+    """
+    report = lost
+    for engine in engines:
+        report = report + engine.host.take_report()
+    counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
+    busy = [e.meter.take() for e in engines]
+    return {
+        **report.seconds,
+        **counted,
+        "engine/idle": sum(b.idle_share for b in busy) / len(busy),
+        "engine/in_flight": sum(b.in_flight for b in busy),
+    }

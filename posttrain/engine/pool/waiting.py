@@ -41,6 +41,10 @@ class WaitList:
     def __len__(self) -> int:
         return len(self._waits)
 
+    def owners(self) -> list[object]:
+        """Who waits. It may be asked from any thread."""
+        return [wait.owner for wait in list(self._waits.values())]
+
     async def until(self, future: asyncio.Future[T], owner: object, on: str, since: float | None = None) -> T:
         """Wait for the future. `since`: when the wait began, where that was earlier."""
         wait = Wait(owner, on, future, time.monotonic() if since is None else since)

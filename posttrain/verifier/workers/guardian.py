@@ -26,6 +26,8 @@ from posttrain.core.visible import tell
 from posttrain.verifier.workers.process import LENGTH, OUT_OF_MEMORY, confine
 
 PR_SET_PDEATHSIG = 1
+TAKEN = {"taken": True}
+"""Said when a request was read to its end, before it is answered."""
 FINISHED = 76
 """Exit code of an answering process whose trainer closed the pipe."""
 
@@ -74,6 +76,7 @@ def _answer_all(
             return FINISHED
         give(replies, {"ready": os.getpid()})
         while (request := take(requests)) is not None:
+            give(replies, TAKEN)
             confine(cpu, time.process_time())
             give(replies, handler(pickle.loads(request)))
     except MemoryError:

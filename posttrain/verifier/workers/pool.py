@@ -247,7 +247,8 @@ def _start(s: _PoolState, held: list[WorkerProcess]) -> None:
     try:
         worker = WorkerProcess(s.spec)
     except WorkerError as error:
-        s.failed_start = (time.monotonic(), error)
+        if not error.killed:  # else the next one may well start
+            s.failed_start = (time.monotonic(), error)
         raise
     except OSError as error:
         raise WorkerError("start", f"no process can be started: {error}") from error

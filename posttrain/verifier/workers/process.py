@@ -70,12 +70,13 @@ class Spec:
 
 
 class WorkerError(Exception):
-    """A worker did not answer. `kind` is the reason: start, wall, cpu, memory or crash."""
+    """A worker did not answer. `kind` is the reason: start, wall, cpu, memory or crash. `killed`: by SIGKILL."""
 
-    def __init__(self, kind: str, why: str) -> None:
+    def __init__(self, kind: str, why: str, killed: bool = False) -> None:
         super().__init__(why)
         self.kind = kind
         self.why = why
+        self.killed = killed
 
 
 class EndedError(WorkerError):
@@ -108,23 +109,25 @@ class WorkerProcess:
             self._ready(deadline)
         except WorkerError as error:
             self.kill()
-            raise WorkerError("start", error.why) from None
+            raise WorkerError("start", error.why, error.killed) from None
         except BaseException:
             self.kill()
             raise
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """The reply to a pickled request.
+        """The reply to a pickled request. The answering process first says that it has taken the request. If one ends
+        before that, the next one must not find the rest of the request, so the whole worker is ended.
 
         Raises:
             EndedError: the answering process ended; ask again.
             WorkerError: the worker has ended and is no longer `usable`.
         """
         try:
-            if self.pid is None:
-                self._ready(time.monotonic() + self.spec.start)
+            self._settle(time.monotonic() + self.spec.start)
             deadline = time.monotonic() + self.spec.wall
             self._send(request, deadline)
+            if "ended" in (taken := self._receive(deadline)):  # a part of the request may still be in the pipe
+                raise WorkerError(*self._how(int(taken["ended"])))
             reply = self._receive(deadline)
         except BaseException:
             self.kill()
@@ -152,11 +155,29 @@ class WorkerProcess:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
+    def _settle(self, deadline: float) -> None:
+        """Read what was said since the last answer, until a process is ready to be asked: the answering process may
+        have been killed while it was idle."""
+        while self.pid is None or self._has_said():
+            if self.pid is None:
+                self._ready(deadline)
+            elif "ended" in self._receive(deadline):
+                self.pid = None
+
+    def _has_said(self) -> bool:
+        """Whether there is something to read now."""
+        pipe = self.process.stdout
+        assert pipe is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe.fileno(), selectors.EVENT_READ)
+            return bool(selector.select(0))
+
     def _ready(self, deadline: float) -> None:
         """Wait until the answering process reports that it is ready."""
         reply = self._receive(deadline)
         if "ended" in reply:
-            raise WorkerError("start", f"the worker did not start: {self._how(int(reply['ended']))[1]}")
+            _, why, killed = self._how(int(reply["ended"]))
+            raise WorkerError("start", f"the worker did not start: {why}", killed)
         if "ready" not in reply:
             raise WorkerError("start", str(reply.get("error", "the worker did not start")))
         self.pid = int(reply["ready"])
@@ -173,14 +194,14 @@ class WorkerProcess:
         except (ValueError, TypeError) as error:
             raise WorkerError("crash", f"the worker's reply is no JSON object: {error}") from None
 
-    def _how(self, code: int) -> tuple[str, str]:
-        """Kind and reason of an end, from an exit code or a negative signal."""
+    def _how(self, code: int) -> tuple[str, str, bool]:
+        """Kind and reason of an end, from an exit code or a negative signal; and whether it was SIGKILL."""
         if code == -signal.SIGXCPU:
-            return "cpu", f"used more than {self.spec.cpu} s of processor time"
+            return "cpu", f"used more than {self.spec.cpu} s of processor time", False
         if code == OUT_OF_MEMORY:
-            return "memory", f"used more than {self.spec.memory} MiB of memory"
+            return "memory", f"used more than {self.spec.memory} MiB of memory", False
         how = f"signal {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"exit code {code}"
-        return "crash", f"the worker ended with {how}"
+        return "crash", f"the worker ended with {how}", code == -signal.SIGKILL
 
     def _write(self, data: bytes, deadline: float) -> None:
         pipe = self.process.stdin

@@ -1,0 +1,156 @@
+"""`posttrain eval RM --answers POLICY`: how a reward model orders what a policy says, where the truth is known.
+
+A reward model is right about answers like those that it learned from. A policy says others, and RL moves it to those
+that are overrated. So its agreement is measured on each policy's own answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.api.reward_report import asked_run, loaded_policy
+from posttrain.core import abilities
+from posttrain.core.errors import ConfigError
+from posttrain.core.interval import Score
+from posttrain.core.ports import Learner, PairRenderer
+from posttrain.core.types import Episode, Group
+
+SAMPLES = 8
+"""Answers that a policy gives to each held-out prompt."""
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """How a reward model orders the answers of one policy, over prompts."""
+
+    policy: str
+    agreement: Score
+    """Share of pairs of answers to a prompt that the scores order as their true worth does; equal scores count half.
+    Prompts whose answers are all worth the same have no pair."""
+    longer: Score
+    """The same of the length in tokens alone."""
+    worth: Score
+    """Mean true worth of the policy's answers."""
+    answers: int
+    """Answers that were scored."""
+    left_out: int
+    """Answers that were cut at the token limit, are empty, or could not be judged."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return [
+            f"answers of {self.policy}: orders {self.agreement} of the pairs of {self.agreement.prompts} prompts as"
+            " they are worth",
+            f"  length alone, the longer the better: {self.longer}",
+            f"  {self.answers} answers, worth {self.worth} on average; {self.left_out} left out (cut, empty or not"
+            " judged)",
+        ]
+
+
+def transfer(
+    target: str | Path,
+    policies: Sequence[str | Path],
+    *overrides: str,
+    checkpoint: str = "last",
+    samples: int | None = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    trust: bool = False,
+) -> list[TransferReport]:
+    """Let each policy answer the held-out prompts of the reward model's environment, and compare the order of its
+    scores with the truth: what the environment knows an answer to be worth (`Judgements.utility`), else what its
+    verifiers say.
+
+    Args:
+        target: a run that trained a reward model, or the directory of one.
+        policies: run folders, checkpoints inside them, model directories or hub ids.
+        overrides: dotted changes of the environment, as in `evaluate_reward_model`.
+        samples: answers to each prompt, 2 at least.
+
+    Raises:
+        ConfigError: nothing says what an answer is worth; episodes have several turns; no two answers differ in worth.
+    """
+    samples = SAMPLES if samples is None else samples
+    if samples < 2:
+        raise ConfigError(f"--samples {samples}: answers of one prompt are compared, so sample 2 at least")
+    from posttrain.api import main
+    from posttrain.engine.learner import HFLearner
+    from posttrain.environment.make import environment
+    from posttrain.environment.render import Renderer
+
+    run = asked_run(target, overrides, trust)
+    env = replace(run.env, rewards=(), measured=False) if run.env.has_reward_models else run.env
+    how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "quiet": True, "trust": trust}
+    said = [main.evaluate(p, f"seed={run.seed}", env=env, samples=samples, **how) for p in policies]
+    reward = loaded_policy(target, run, checkpoint, trust)
+    tokenizer: Any = reward.tokenizer
+    learner, renderer = HFLearner(reward), Renderer(tokenizer, reward.stop_ids, reward.context)
+    with closing(environment(env, run.seed)) as world:
+        worth = _truth(world)
+        return [
+            _of_policy(str(policy), report.groups, worth, learner, renderer, reward.context)
+            for policy, report in zip(policies, said, strict=True)
+        ]
+
+
+def _of_policy(
+    policy: str,
+    groups: Sequence[Group],
+    worth: Callable[[Episode], float | None],
+    learner: Learner,
+    renderer: PairRenderer,
+    context: int,
+) -> TransferReport:
+    """The report on the answers of one policy.
+
+    Raises:
+        ConfigError: no two answers to a prompt differ in worth.
+    """
+    from posttrain.role.ranked import agreement, scored_answers
+
+    found = scored_answers([_readable(g, worth) for g in groups], worth, learner, renderer, context)
+    ordered = agreement(found.score, found.worth, found.unit)
+    longer = agreement(found.tokens, found.worth, found.unit)
+    if ordered is None or longer is None:
+        raise ConfigError(
+            f"{policy}: no two of its answers to a prompt are worth different things, so nothing can be ordered. Sample"
+            " more (--samples), or at a higher --temperature"
+        )
+    each = [float(np.mean(found.worth[found.unit == u])) for u in np.unique(found.unit)]
+    return TransferReport(
+        policy=policy,
+        agreement=ordered.accuracy,
+        longer=longer.accuracy,
+        worth=Score.of(each, min(0.0, *each), max(1.0, *each)),
+        answers=len(found.score),
+        left_out=sum(len(g.episodes) for g in groups) - len(found.score),
+    )
+
+
+def _truth(world: Any) -> Callable[[Episode], float | None]:
+    """What an answer is worth; None where that is not known."""
+    offered = abilities.declared(world).judgements
+    utility = None if offered is None else offered.utility
+    if utility is None:
+        return lambda episode: episode.figure
+    return lambda episode: utility(episode.task, episode.text)
+
+
+def _readable(group: Group, worth: Callable[[Episode], float | None]) -> list[Episode]:
+    """The answers of a prompt that a reward model can read whole, and whose worth is known.
+
+    Raises:
+        ConfigError: an episode has several turns.
+    """
+    if long := next((e for e in group.episodes if len(e.turns) > 1 or len(e.segments) > 1), None):
+        raise ConfigError(
+            f"task {group.task.id!r} was answered in {max(len(long.turns), len(long.segments))} turns, and agreement is"
+            " measured on single answers: name an environment of one turn (env=...)"
+        )
+    return [e for e in group.episodes if not e.stop.cut and e.text.strip() and worth(e) is not None]

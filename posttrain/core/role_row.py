@@ -1,0 +1,31 @@
+"""What one role of a run does now: a row of the table that a terminal shows, and a line of the message of a stall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleRow:
+    """One engine, the learner, or what waits between them."""
+
+    name: str
+    doing: str
+    depth: str = ""
+    """What it holds, such as `3 turns`."""
+    tokens: int | None = None
+    """In flight: asked for and not answered yet, those of prompts included."""
+    age: float | None = None
+    """Seconds since what it does began, or since the oldest of what it holds came to it."""
+    idle: float | None = None
+    """Share of its time in which it had nothing to do, since the stage began."""
+    more: str = ""
+
+    def line(self) -> str:
+        """The row as a line of a message.
+
+        >>> RoleRow(name="engine 0", doing="ready", depth="1 turns", tokens=41, more="version 12").line()
+        'engine 0: ready, 1 turns, 41 tokens in flight, version 12'
+        """
+        flight = "" if self.tokens is None else f"{self.tokens} tokens in flight"
+        return f"{self.name}: " + ", ".join(filter(None, (self.doing, self.depth, flight, self.more)))
