@@ -194,9 +194,10 @@ def test_the_first_use_finds_a_planted_fault(name: str) -> None:
 def steep() -> Policy:
     """A float16 model with gradients beyond the largest number of its type."""
     made = policy("qwen3", dtype="float16")
+    weights = dict(made.module.named_parameters())
     with torch.no_grad():
-        made.module.get_input_embeddings().weight.mul_(2**-7)
-        made.module.model.norm.weight.fill_(100.0)
+        weights["model.embed_tokens.weight"].mul_(2**-7)
+        weights["model.norm.weight"].fill_(100.0)
     return made
 
 
