@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from posttrain.api import build, session
+from posttrain.engine.sharing import Sharing
 from posttrain.role.events import Observers
 
 
@@ -23,5 +24,6 @@ def unwatched() -> Iterator[None]:
         patch.object(build, "observers", lambda *_: Observers()),
         patch.object(build, "of_run", Observers),
         patch.object(session, "prove_start", _believed),
+        patch.object(Sharing, "_prove", lambda *_: None),
     ):
         yield

@@ -1,21 +1,25 @@
-"""Do the checks stop runs that nothing is wrong with? Many small runs, drawn at random, none drawn twice or again.
+"""Do the checks stop runs that nothing is wrong with? Many small runs, drawn at random, none left out for how it went.
 
     python benchmarks/healthy.py                        # 600 runs from seed 0, on as many processes as there are cores
     python benchmarks/healthy.py --count 40 --seed 7    # what CI does, with a seed of its own
     python benchmarks/healthy.py --seed 7 --only 12     # one of them, with its output
     python benchmarks/healthy.py --ahead --count 100    # runs whose groups are asked ahead of the updates
+    python benchmarks/healthy.py --learner --count 40   # of those runs, the first that draw settings of the learner
 
 A run is healthy by definition, before it is drawn: nothing is planted, and where it is stopped the same run with every
 check switched off has finite losses to its end. Run number i of seed s is a function of (s, i) alone. A stop of a
 healthy run is a false alarm; a finding of a live rule (`diagnose.rules`) in the notes of its record is a false note,
-and counted apart. Writes benchmarks/results/healthy.json, or healthy_ahead.json: there each run has `staleness`, is
-free-running or deterministic, pushes with or without a drain, after one step or two, and may be resumed in its middle.
+and counted apart. Some runs draw settings of the learner too (`healthy_learner.py`); where the program refuses these
+for a stated rule, before anything runs, they are drawn again and counted. Writes benchmarks/results/healthy.json, or
+healthy_ahead.json: there each run has `staleness`, is free-running or deterministic, pushes with or without a drain,
+after one step or two, and may be resumed in its middle.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -27,7 +31,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ import numpy as np
 
 import posttrain
 from benchmarks.blind import unwatched
+from benchmarks.healthy_learner import AGAIN, drawn_of, draws_learner, learner_words, rule_of
 from posttrain.core import reader, seeds
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.ladder import LADDER
@@ -90,10 +95,13 @@ class Outcome:
     """What the configuration was refused for, before anything ran."""
     notes: list[str] = field(default_factory=list)
     """Findings of live rules."""
+    redrawn: list[str] = field(default_factory=list)
+    """Stated rules by which settings of the learner were refused, once for each draw before this one."""
 
 
-def draw(seed: int, index: int, ahead: bool = False) -> Drawn:
-    """Run number `index` of `seed`. `ahead`: the same one, with groups that are asked ahead of the updates."""
+def draw(seed: int, index: int, ahead: bool = False, attempt: int = 0) -> Drawn:
+    """Run number `index` of `seed`. `ahead`: the same one, with groups that are asked ahead of the updates. `attempt`:
+    how often the settings of its learner were refused for a stated rule."""
     rng = seeds.generator(seed, "healthy", index)
 
     def one(*choices: Any, p: Iterable[float] | None = None) -> Any:
@@ -131,6 +139,7 @@ def draw(seed: int, index: int, ahead: bool = False) -> Drawn:
         ),
     ]
     needs = "teacher" if algorithm in TEACHERS else "draft" if 0.1 <= look < 0.16 else ""
+    words = list(learner_words(seed, index, attempt, words))
     return Drawn(index, recipe, tuple(words), needs) if not ahead else _asked_ahead(seed, index, recipe, words, needs)
 
 
@@ -289,13 +298,24 @@ def _second(run: Drawn, scratch: Path) -> Path:
 # --- many -------------------------------------------------------------------------------------------------------------
 
 
+def played(seed: int, index: int, ahead: bool, folder: Path, scratch: Path) -> Outcome:
+    """Run number `index`. While its learner's settings are refused for a stated rule, they are drawn again."""
+    rules = list[str]()
+    while True:
+        outcome = play(draw(seed, index, ahead, len(rules)), folder / str(len(rules)), scratch)
+        rule = rule_of(outcome.refused) if draws_learner(seed, index) and len(rules) < AGAIN else ""
+        if not rule:
+            return replace(outcome, redrawn=rules)
+        rules.append(rule)
+
+
 def _work(job: tuple[int, int, str, bool]) -> Outcome:
     seed, index, scratch, ahead = job
     import torch
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        return play(draw(seed, index, ahead), Path(folder), Path(scratch))
+        return played(seed, index, ahead, Path(folder), Path(scratch))
 
 
 def many(seed: int, indices: Iterable[int], jobs: int, ahead: bool = False) -> list[Outcome]:
@@ -342,9 +362,19 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
         "steps": sum(o.steps for o in outcomes),
         "seconds": sum(o.seconds for o in outcomes),
         "notes": dict(Counter(n for o in outcomes for n in o.notes)),
+        "redrawn": dict(Counter(rule for o in outcomes for rule in o.redrawn)),
         "recipes": dict(Counter(o.recipe for o in outcomes)),
         "told": [asdict(o) for o in outcomes if o.stopped or o.refused],
     }
+
+
+def _write(told: dict[str, Any], ahead: bool, learner: bool) -> None:
+    """Into the file of results, beside what other programs and options wrote there."""
+    path = AHEAD if ahead else RESULTS
+    before = json.loads(path.read_text(encoding="utf-8"))
+    others = {name: before[name] for name in ("preferences", "learner") if name in before}
+    whole = before | {"learner": told} if learner else told | others
+    path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -354,27 +384,31 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="this run alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--ahead", action="store_true", help="groups are asked ahead of the updates")
+    parser.add_argument("--learner", action="store_true", help="only runs that draw settings of the learner")
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
     args = parser.parse_args()
     if args.only is not None:
         run = draw(args.seed, args.only, args.ahead)
         print(f"posttrain run {run.recipe} {' '.join(run.words)}  {run.needs}", flush=True)
         with tempfile.TemporaryDirectory() as scratch:
-            print(line(play(run, Path(scratch) / "one", Path(scratch)), 1, 1))
+            outcome = played(args.seed, args.only, args.ahead, Path(scratch) / "one", Path(scratch))
+        if outcome.redrawn:
+            print(f"drawn again for {', '.join(outcome.redrawn)}: {' '.join(outcome.words)}", flush=True)
+        print(line(outcome, 1, 1))
         return
     begun = time.perf_counter()
-    outcomes = many(args.seed, range(args.count), args.jobs, args.ahead)
+    chosen = (i for i in itertools.count() if not args.learner or draws_learner(args.seed, i))
+    outcomes = many(args.seed, itertools.islice(chosen, args.count), args.jobs, args.ahead)
     told = {
         "seed": args.seed,
         "date": time.strftime("%Y-%m-%d"),
         "wall": time.perf_counter() - begun,
         **summary(outcomes),
+        "drawn": drawn_of(o.words for o in outcomes if draws_learner(args.seed, o.index)),
     }
     print(json.dumps({k: v for k, v in told.items() if k != "told"}, indent=1))
     if not args.dry:
-        (AHEAD if args.ahead else RESULTS).write_text(
-            json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        _write(told, args.ahead, args.learner)
     if told["false_alarms"]:
         sys.exit(1)
 

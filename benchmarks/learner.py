@@ -260,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     kept = json.loads(args.out.read_text()) if args.out.exists() and not args.quick else {}
     found = about | {
-        what: _with(kept.get(what, []), new) for what, new in (("contests", contests), ("sharing", shared))
+        what: _with(kept.get(what, []), new)
+        for what, new in (("contests", contests), ("sharing", shared), ("profile", list[dict[str, Any]]()))
     }
     if not args.quick:
         args.out.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")

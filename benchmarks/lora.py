@@ -10,7 +10,8 @@ train, the bytes of a push and of a checkpoint, the seconds, and the memory. Wri
 
 Memory is resident memory. Each side's run is played in a process of its own, and `taken_mb` is its highest minus what
 the process held before, torch, transformers and PEFT imported. A model of .1 M numbers is lost among them, so one
-optimizer step of 26 M parameters is measured both ways too (`step_26m`, the trajectories of `learner.py`).
+optimizer step of 26 M parameters is measured both ways too (`step_26m`, the trajectories of `learner.py`). There
+`before_mb` has what the process keeps of the memory that the step before it freed.
 """
 
 from __future__ import annotations

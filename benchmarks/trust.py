@@ -369,6 +369,20 @@ def table(rows: list[tuple[str, ...]], *head: str) -> list[str]:
     ]
 
 
+def drawn_of_the_learner(found: dict[str, Any]) -> list[str]:
+    """The runs among them that draw settings of the learner."""
+    drawn = ", ".join(f"{name} {count}" for name, count in found["drawn"].items())
+    again = "; ".join(f"{rule} {count}" for rule, count in sorted(found["redrawn"].items()))
+    return [
+        f"**The same with other learners**: {found['runs'] - found['false_alarms']} of {found['runs']} were not stopped"
+        f" ({found['date']}, `benchmarks/healthy.py --learner`, seed {found['seed']}, {found['steps']} RL steps in"
+        f" all). Such a run has some of these too, by how many have it: {drawn}. Settings that are refused for a stated"
+        f" rule before anything runs were drawn again, {sum(found['redrawn'].values())} times"
+        + (f" ({again})." if again else "."),
+        "",
+    ]
+
+
 def drawn_at_random() -> list[str]:
     """What `benchmarks/healthy.py` measured, in a paragraph."""
     found = json.loads(RESULTS.with_name("healthy.json").read_text())
@@ -379,10 +393,11 @@ def drawn_at_random() -> list[str]:
         f" ({found['date']}, `benchmarks/healthy.py`, seed {found['seed']}, {found['steps']} RL steps in all). A run is"
         " drawn from recipe, algorithm, seed, minibatches, epochs, siblings, temperature, truncations, oversampling,"
         " dtype, architecture, drafts, length of SFT, reward and learning rate. It is healthy by definition: nothing"
-        " is planted, and where it is stopped it must have finite losses with all checks off; no run is drawn again."
-        " Untaught policies and absurd learning rates are among them, so live rules may speak there and be right; how"
-        " often they are wrong is measured on runs of taught policies: [diagnosis.md](diagnosis.md).",
+        " is planted, and where it is stopped it must have finite losses with all checks off; no run is left out for"
+        " how it went. Untaught policies and absurd learning rates are among them, so live rules may speak there and be"
+        " right; how often they are wrong is measured on runs of taught policies: [diagnosis.md](diagnosis.md).",
         "",
+        *drawn_of_the_learner(found["learner"]),
         f"**The same with groups that are asked ahead**: {asked['runs'] - asked['false_alarms']} of {asked['runs']}"
         f" were not stopped ({asked['date']}, `benchmarks/healthy.py --ahead`, seed {asked['seed']}, {asked['steps']}"
         " RL steps in all). Besides the above each has `staleness` 1, 2 or 4, is free-running or deterministic, drains"

@@ -20,6 +20,8 @@ WORTH = 0.1
 """Least share of the positions that must be saved; below it the segments are computed as they are."""
 PROOF = 512
 """Most tokens of the segments with which the first use is proved."""
+SCALES = (1.0, 2.0**-6, 2.0**-12)
+"""By which the loss of the proof is multiplied, one after the other, until its gradients do not overflow."""
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest |difference| / |value| of hidden states and of the whole gradient that counts as rounding; 0.1 in narrower
 types. Norms of transformers compute in float32 also in float64 models."""
@@ -103,11 +105,7 @@ class Sharing:
             alone = self._plain(ids, lengths)
             gap = _gap([shared.detach()], [alone.detach()])
             if trained:
-                weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(0)).to(alone)
-                one, two = (
-                    torch.autograd.grad((x * weights).sum(), trained, allow_unused=True) for x in (shared, alone)
-                )
-                gap = max(gap, _gap([g for g in one if g is not None], [g for g in two if g is not None]))
+                gap = max(gap, _gradient_gap(shared, alone, trained))
         bound = BOUNDS.get(alone.dtype, 0.1)
         if not gap <= bound:
             raise InvariantError(
@@ -144,6 +142,25 @@ def _few(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
             break
         chosen.append(part)
     return _joined([part[:PROOF] for part in chosen])
+
+
+def _gradient_gap(shared: Tensor, alone: Tensor, trained: Sequence[Tensor]) -> float:
+    """`_gap` of the gradients of one weighted sum of the hidden states. Where those without sharing overflow, as they
+    may in float16, both are taken of a smaller sum."""
+    weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(0)).to(alone)
+
+    def gradients(hidden: Tensor, scale: float) -> list[Tensor]:
+        loss = (hidden * (weights * scale)).sum()
+        found = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=True)
+        return [g for g in found if g is not None]
+
+    gap = float("inf")
+    for scale in SCALES:
+        wanted = gradients(alone, scale)
+        gap = _gap(gradients(shared, scale), wanted)
+        if all(bool(g.isfinite().all()) for g in wanted):
+            break
+    return gap
 
 
 def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

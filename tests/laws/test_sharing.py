@@ -28,6 +28,7 @@ from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.readout import read_out
 from posttrain.engine.tree import SharedTree, TreeLayout
+from posttrain.faults import planted
 from tests.rooms.engine_parts import ALPHABET, ARCHS, tiny
 
 
@@ -184,26 +185,37 @@ def leak(layout: type[TreeLayout]) -> Callable[..., Any]:
     return lambda self, longest, deep, window: torch.ones(longest, deep + longest, dtype=torch.bool) if deep else None
 
 
-def late(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Positions that begin again at 0 behind the shared beginning."""
-
-    def shared(self: Any, ids_N: np.ndarray, positions_N: np.ndarray, found: SharedTree) -> Any:
-        wrong = positions_N.copy()
-        starts = {r.start: len(r.above) for r in found.runs}
-        for start, deep in starts.items():
-            wrong[found.first_U[start]] -= deep
-        return real(self, ids_N, wrong, found)
-
-    return shared
+@pytest.mark.parametrize("name", ["tree_leaks_a_sibling", "positions_begin_again_after_prefix"])
+def test_the_first_use_finds_a_planted_fault(name: str) -> None:
+    with planted(name), pytest.raises(InvariantError, match="share_prefixes=false"):
+        HFLearner(policy("qwen3")).score(batch(forest(3)))
 
 
-@pytest.mark.parametrize("fault", ["mask", "positions", "sibling", "gradient"])
+def steep() -> Policy:
+    """A float16 model with gradients beyond the largest number of its type."""
+    made = policy("qwen3", dtype="float16")
+    weights = dict(made.module.named_parameters())
+    with torch.no_grad():
+        weights["model.embed_tokens.weight"].mul_(2**-7)
+        weights["model.norm.weight"].fill_(100.0)
+    return made
+
+
+def test_gradients_that_overflow_are_no_wrong_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = batch(forest(3))
+    HFLearner(steep()).score(data)
+    with planted("positions_begin_again_after_prefix"), pytest.raises(InvariantError, match="share_prefixes=false"):
+        HFLearner(steep()).score(data)
+    monkeypatch.setattr(sharing, "SCALES", (1.0,))
+    with pytest.raises(InvariantError, match="differ by inf"):
+        HFLearner(steep()).score(data)
+
+
+@pytest.mark.parametrize("fault", ["mask", "one token more", "gradient"])
 def test_the_first_use_finds_a_wrong_tree(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "mask":
         monkeypatch.setattr(TreeLayout, "_mask", leak(TreeLayout))
-    elif fault == "positions":
-        monkeypatch.setattr(sharing.Sharing, "_shared", late(sharing.Sharing._shared))  # pyright: ignore[reportPrivateUsage]
-    elif fault == "sibling":
+    elif fault == "one token more":
         monkeypatch.setattr(tree, "alike", lambda a, b: min(len(a), len(b)) - 1)
     else:
         real = tree._Padded.backward  # pyright: ignore[reportPrivateUsage]

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import healthy_preferences
 from benchmarks.healthy import draw, line, many
+from benchmarks.healthy_learner import draws_learner
 
 pytestmark = pytest.mark.prove
 
@@ -19,6 +20,9 @@ COUNT = int(os.environ.get("POSTTRAIN_HEALTHY", "40"))
 def test_a_run_is_a_function_of_its_seed_and_number() -> None:
     assert draw(SEED, 3) == draw(SEED, 3) != draw(SEED, 4)
     assert len({draw(SEED, i).words for i in range(200)}) == 200
+    learners = [i for i in range(200) if draws_learner(SEED, i)]
+    assert 25 < len(learners) < 95, "most runs draw nothing of the learner"
+    assert all(draw(SEED, i).words != draw(SEED, i, attempt=1).words for i in learners[:5])
 
 
 def test_no_healthy_run_is_stopped() -> None:
