@@ -259,7 +259,7 @@ def _finite(recipe: str, words: list[str], folder: Path) -> bool:
     try:
         with unwatched():
             posttrain.run(recipe, *words, out=folder, quiet=True)
-    except PosttrainError as error:
+    except (PosttrainError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
         print(f"  with checks off: {error}", flush=True)
         return False
     gauges = [

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,8 @@ def _child(work: Callable[[], object], sign: Path) -> int:
     if pid:
         return pid
     code = 1
+    inherited: Any = resource_tracker._resource_tracker  # the parent's, if it has one, is no process of this run
+    inherited._fd = inherited._pid = None
     try:
         play = session.RunSession.play
 

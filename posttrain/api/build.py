@@ -36,7 +36,7 @@ from posttrain.core.version import VERSION
 from posttrain.engine import eight_bit
 from posttrain.engine.embedded.engine import EmbeddedEngine
 from posttrain.engine.embedded.replay import SamplerReplay
-from posttrain.engine.learner import FrozenScorer, HFLearner
+from posttrain.engine.learner import HEADS, FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.readout import read_out
@@ -327,7 +327,8 @@ def _say_judges(roles: PolicyRoles, say: Callable[[str], None]) -> None:
 def _check_optimizers(run: Run, parameters: list[str]) -> None:
     """ConfigError for a pattern that fits no parameter, or an optimizer whose package is not installed."""
     for stage in run.stages:
-        check_patterns(stage.optimizer, parameters, f"{stage.name}.optimizer")
+        read = [n for n in parameters if not n.startswith(HEADS) or n.startswith(stage.heads)]
+        check_patterns(stage.optimizer, parameters, f"{stage.name}.optimizer", read)
         if stage.optimizer.kind == "adamw8bit":
             eight_bit.check_installed()
 

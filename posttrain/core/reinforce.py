@@ -155,6 +155,10 @@ class Reinforce(Stage):
         return self.minibatches * self.epochs
 
     @property
+    def heads(self) -> tuple[str, ...]:
+        return () if self.algorithm.learns_values is None else ("value_head.",)
+
+    @property
     def sync_steps(self) -> int:
         """Steps between two pushes of weights."""
         return 1 if self.sync_every is None else self.sync_every // self.optimizer_steps

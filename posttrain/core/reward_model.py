@@ -122,6 +122,10 @@ class RewardModel(Stage):
         )
 
     @property
+    def heads(self) -> tuple[str, ...]:
+        return ("reward_head.",)
+
+    @property
     def shape(self) -> HeadShape:
         """The shape of its head."""
         separator = self.separator if self.judgement == "steps" else ""

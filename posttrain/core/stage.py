@@ -149,8 +149,11 @@ def fits(pattern: str, name: str) -> bool:
     )
 
 
-def check_patterns(config: Optimizer, names: Sequence[str], path: str) -> None:
+def check_patterns(config: Optimizer, names: Sequence[str], path: str, read: Sequence[str] | None = None) -> None:
     """Refuse a pattern that fits no parameter, and a freeze that leaves none. `path` names the optimizer in messages.
+
+    Args:
+        read: the parameters on which the stage's loss depends; None: all.
 
     Raises:
         ConfigError: as said.
@@ -162,7 +165,8 @@ def check_patterns(config: Optimizer, names: Sequence[str], path: str) -> None:
             raise ConfigError(
                 f"{path}.{field}: {pattern!r} fits no parameter that is trained; {nearest(pattern, words)}"
             )
-    if names and all(config.frozen(n) for n in names):
+    read = names if read is None else read
+    if read and all(config.frozen(n) for n in read):
         raise ConfigError(f"{path}.freeze={','.join(config.freeze)} fits every parameter: nothing would be trained")
 
 
@@ -248,6 +252,11 @@ class Stage(Open, begin=True):
     def contract(self) -> Sampling | None:
         """The sampling settings of the policy in this stage; None where it does not sample."""
         return None
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """How the names of parameters begin that belong to a head of the learner and that this stage trains."""
+        return ()
 
     @property
     def stores_top(self) -> int:

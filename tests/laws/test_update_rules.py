@@ -297,6 +297,8 @@ def test_patterns_are_whole_words() -> None:
         check_patterns(Optimizer(freeze=("q_prj",)), [name], "rl.optimizer")
     with pytest.raises(ConfigError, match="nothing would be trained"):
         check_patterns(Optimizer(freeze=("*",)), [name], "rl.optimizer")
+    with pytest.raises(ConfigError, match="nothing would be trained"):
+        check_patterns(Optimizer(freeze=("layers",)), [name, "value_head.weight"], "rl.optimizer", [name])
 
 
 @pytest.mark.parametrize(
