@@ -5,9 +5,9 @@
 
 For each loss of `parity_cases.py`, TRL's trainer computes the loss of a prepared batch on a tiny random model; ours
 computes it packed, with shared prompts, and again in micro-batches. A reward model that we write is loaded by TRL's
-RewardTrainer and compared in the same way. The loss may differ by 1e-6 of its size, and the gradient of all weights by
-1e-5 of its norm. The rows are drawn from the printed seed (`POSTTRAIN_SEED`, or one of the clock). A difference is an
-exit status of 1; so is a TRL that cannot be imported: nothing is left out.
+RewardTrainer and compared in the same way. The loss may differ by 1e-6 of its size (2e-6 where a link squares), and the
+gradient of all weights by 1e-5 of its norm. The rows are drawn from the printed seed (`POSTTRAIN_SEED`, or one of the
+clock). A difference is an exit status of 1; so is a TRL that cannot be imported: nothing is left out.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from posttrain.algorithm.preference import PreferenceLoss
 from posttrain.algorithm.preference_whole import mismatched, prepared
 from posttrain.algorithm.ranking import RankingLoss
 from posttrain.core.batch import Batch, Packed
+from posttrain.core.pieces.link import SelfPlay, Square
 from posttrain.core.preference import SIDES
 from posttrain.core.reward_head import HeadShape
 from posttrain.core.run import Model
@@ -44,8 +45,9 @@ from posttrain.engine.reward_folder import write_reward_model
 
 VALUE, GRADIENT = 1e-6, 1e-5
 """Largest differences: of the loss, relative to the largest of it, 1 and beta, which multiplies the rounding of
-log-probs; and of the gradient, relative to its norm, times 1 / tau for a link with a temperature, which multiplies the
-rounding of margins."""
+log-probs, and twice that for a link that squares, which doubles the relative rounding; and of the gradient, relative
+to its norm, times 1 / tau for a link with a temperature, which multiplies the rounding of margins."""
+SQUARES = (Square, SelfPlay)
 SMALL = Size(hidden=32, layers=2, heads=4, kv_heads=2, ffn=48, search=1, tries=1, repeats=1)
 ROWS, LONGEST, PROMPT, FIRST = 6, 12, 7, 3
 """Rows of a batch, tokens of the longest completion and of the longest prompt, and the first id that is a symbol."""
@@ -223,7 +225,10 @@ def main(words: Sequence[str]) -> int:
                 apart(ours(case, texts, policy, reference, micro), expected, case.ours.beta) for micro in (10**6, 40)
             ]
             value, gradient = (max(x) for x in zip(*told, strict=True))
-            bad = not (value <= VALUE and gradient <= GRADIENT / min(1.0, getattr(case.ours.link, "tau", 1.0)))
+            doubled = 2 if isinstance(case.ours.link, SQUARES) else 1
+            bad = not (
+                value <= doubled * VALUE and gradient <= GRADIENT / min(1.0, getattr(case.ours.link, "tau", 1.0))
+            )
             wrong += bad
             print(
                 f"{'WRONG ' if bad else ''}{case.name:<28} {case.trl:<34} loss {expected.loss:>12.6f}  differs by"

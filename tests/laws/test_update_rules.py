@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from posttrain.checks.update import UPDATE_BOUND, Handed, departure
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.core.run import Optimizer, Reinforce
+from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.stage import check_patterns, fits
 from posttrain.engine import eight_bit
 from posttrain.engine.optimizer import StageOptimizer, hidden_matrix
@@ -279,6 +281,24 @@ def test_muon_in_bfloat16_is_its_definition_along_its_definition(rank: int) -> N
         assert along(rough, exact) < ALONG
         assert float((orthogonal(g).double() - exact).abs().max() / exact.abs().max()) < 1e-3
         assert rank > 2 or float((rough - exact).norm() / exact.norm()) > 0.5
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8])
+def test_muons_rounding_is_no_other_step_where_singular_values_lie_far_apart(rows: int) -> None:
+    """As in the first gradients of an adapter, which has few rows: the check stops no such step, and stops others."""
+    draws, name = torch.Generator().manual_seed(rows), "layers.0.lora_A.weight"
+    apart = []
+    for _ in range(300):
+        u, s, v = torch.linalg.svd(torch.randn(rows, 32, generator=draws), full_matrices=False)
+        g = (u * 10 ** (-6 * torch.rand(1, generator=draws) * torch.rand(s.shape, generator=draws))) @ v
+        move, old = -0.01 * orthogonal(g.double()), torch.zeros(rows, 32)
+        before = Handed(1.0, {}, {name: ExpectedUpdate(move, {}, 0.01, along=True)}, {name: old})
+        stepped = -0.01 * orthogonal(g.bfloat16()).double()
+        apart.append(along(stepped, move))
+        assert departure(before, {name: stepped}, {}).moved == 0
+        assert departure(before, {name: 1.5 * move}, {}).moved > UPDATE_BOUND
+        assert departure(before, {name: 0.5 * move}, {}).moved > UPDATE_BOUND
+    assert max(apart) > UPDATE_BOUND, "rounding alone is more than the bound of other optimizers"
 
 
 def test_muon_takes_the_matrices_between_embedding_and_head() -> None:
