@@ -80,7 +80,12 @@ def side(name: str, quick: bool) -> dict[str, float]:
     wall = (steps[-2] - steps[WARM - 1]) / len(rows)
     ask = statistics.mean(s.clock["engine/step"] for s in rows)
     waits = statistics.mean(s.clock["rollout"] for s in rows)
-    return {"step": wall, "ask": ask, "learn": wall - (waits if two else ask), "waits": waits}
+    found = {"step": wall, "ask": ask, "learn": wall - (waits if two else ask)}
+    if two:
+        idle = statistics.mean(s.clock["engine/idle"] for s in rows)
+        pushes = statistics.mean(s.clock["sync"] for s in rows)
+        found |= {"engine idle": idle, "learner idle": waits / wall, "push": pushes}
+    return found
 
 
 def _times(play: Callable[[], object]) -> list[float]:
