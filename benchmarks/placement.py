@@ -136,7 +136,7 @@ def main_() -> None:
     print(f"two processes: a step takes {over:.2f} x max(ask, learn)")
     print(f"{faster[0]:.2f} x as fast as one process with one core, {faster[1]:.2f} x as one with two")
     if not asked.quick:
-        told = {"date": date.today().isoformat(), "machine": machine(), "rounds": found, "medians": rows}
+        told = {"date": date.today().isoformat(), "machine": machine(1), "rounds": found, "medians": rows}
         RESULTS.write_text(json.dumps(told | {"over": over}, indent=1) + "\n")
 
 

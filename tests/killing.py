@@ -41,7 +41,7 @@ A program inside a sandbox is none of them: one that is killed counts as one tha
 """
 POISON = "POSTTRAIN_TEST_POISON"
 """Environment variable with the token ids of the prompt of which `DeadlyParts` die."""
-MARKS, DEATHS = "POSTTRAIN_TEST_MARKS", 3
+MARKS, DEATHS = "POSTTRAIN_TEST_MARKS", 2
 """Of `MidBroadcastParts`: the environment variable that names the folder, and how many die."""
 REWARD = "import time\n\ndef length(task, text):\n    time.sleep(0.002)\n    return float(len(text) % 3) / 8\n"
 

@@ -217,7 +217,7 @@ class CollectiveFetch:
             keys = C10D.PrefixStore(str(place.number), self._reach(place))
             for _ in range(ROUNDS):
                 called = _called(keys, parcel, 2 * place.seconds)
-                if not called:
+                if called is None:
                     why = f"it did not call this engine within {2 * place.seconds:g} s"
                     break
                 done, broken = self._take(keys, called, place, block)
@@ -237,7 +237,9 @@ class CollectiveFetch:
             tensor=tensor,
         )
 
-    def _take(self, keys: Any, called: Sequence[int], place: BroadcastPlace, block: bytearray) -> tuple[int, str]:
+    def _take(
+        self, keys: Any, called: tuple[int, int, int], place: BroadcastPlace, block: bytearray
+    ) -> tuple[int, str]:
         """Take part in one round. Returns the first byte that did not come, and why; '' where all came.
 
         The group must not outlive a round that broke: its end tells the others. So its error does not leave this call.
@@ -284,8 +286,8 @@ def _pauses() -> Iterator[float]:
         pause = min(2 * pause, SELDOM)
 
 
-def _called(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, ...]:
-    """Take a ticket and wait: (round, rank, members). () where nobody calls.
+def _called(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int, int] | None:
+    """Take a ticket and wait: (round, rank, members). None where nobody calls.
 
     Raises:
         ParcelGoneError: the version was retired.
@@ -296,9 +298,10 @@ def _called(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, ...]:
             break
         ticket = ticket or int(keys.add(CAME, 1))
         if keys.check([_go(ticket)]):
-            return tuple(int(x) for x in keys.get(_go(ticket)).decode().split())
+            name, rank, members = map(int, keys.get(_go(ticket)).decode().split())
+            return name, rank, members
         if time.monotonic() > until:
-            return ()
+            return None
         time.sleep(pause)
     raise ParcelGoneError(
         f"the weights of version {parcel.version} are gone: {parcel.sender} retired them. Read a newer version",
