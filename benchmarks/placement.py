@@ -78,7 +78,7 @@ def side(name: str, quick: bool) -> dict[str, float]:
         steps = _times(lambda: main.run(run, out=out, quiet=True))
         rows = [s for s in reader.steps(out) if s.stage == "rl"][WARM:-1]
     wall = (steps[-2] - steps[WARM - 1]) / len(rows)
-    ask = statistics.mean(s.clock["engine/step"] for s in rows)
+    ask = sum(s.clock.get("engine/step", 0.0) for s in rows) / len(rows)  # reports may come a step late
     waits = statistics.mean(s.clock["rollout"] for s in rows)
     found = {"step": wall, "ask": ask, "learn": wall - (waits if two else ask)}
     if two:

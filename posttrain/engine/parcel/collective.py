@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import Any
 
 import torch
@@ -50,8 +50,9 @@ GATHER = 1.0
 """Seconds from the first ticket of a version until those are called that have one."""
 CONNECT = 5.0
 """Seconds in which those that were called must have found each other. Who died meanwhile never comes."""
-OFTEN, SELDOM = 0.001, 0.05
-"""Seconds between two looks at the keys: at first, and after some looks. A wait that torch ends says so to the user."""
+LOOKS, OFTEN, SELDOM = 200, 0.001, 0.05
+"""First looks at the keys, seconds between two of them, and between two later ones. They are no waits of torch, which
+would write a warning to the terminal whenever one ends."""
 ROUNDS = 10
 """Broken rounds after which a receiver gives up."""
 END = 1.0
@@ -280,10 +281,7 @@ def _go(ticket: int) -> str:
 
 def _pauses() -> Iterator[float]:
     """Seconds until the next look."""
-    pause = OFTEN
-    while True:
-        yield pause
-        pause = min(2 * pause, SELDOM)
+    return chain(repeat(OFTEN, LOOKS), repeat(SELDOM))
 
 
 def _called(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int, int] | None:
