@@ -54,14 +54,8 @@ class WorkerMaker(Protocol):
     def begin(self, limits: ProgramLimits | None) -> SandboxWorker: ...
 
 
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Exit codes of a sandbox that somebody killed, most often the system for want of memory: its own, and as bubblewrap
-tells of the process inside."""
-
-
 def begin(backend: Backend, limits: ProgramLimits | None = None) -> SandboxWorker:
-    """Start a sandbox of a backend, local or remote. SandboxUnavailableError where that fails, SandboxBroken where it
-    was killed meanwhile, so that it may be tried again."""
+    """Start a sandbox of a backend, local or remote. SandboxUnavailableError where that fails."""
     return backend.begin(limits) if isinstance(backend, WorkerMaker) else SandboxWorker(backend, limits)
 
 
@@ -141,9 +135,9 @@ class SandboxWorker:
         if not said:
             self._process.wait(GRACE)
             why = os.pread(complaints, 4096, 0).decode(errors="replace").strip()
-            status = self._process.returncode
-            lost = SandboxBroken if status in KILLED else SandboxUnavailableError
-            raise lost(why.splitlines()[-1] if why else f"ended with status {status} at its start")
+            raise SandboxUnavailableError(
+                why.splitlines()[-1] if why else f"ended with status {self._process.returncode} at its start"
+            )
         self.notes = json.loads(said)
         if "error" in self.notes:
             raise SandboxUnavailableError(self.notes["error"])
