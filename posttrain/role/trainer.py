@@ -190,6 +190,7 @@ class Trainer:
         self.learner.train_mode(True)
         parts, packing = list[Terms](), Packing(self.micro_tokens)
         micros = self._micros(batch)
+        waiting = max(self.ranks.every(len(micros))) - len(micros)
         with self.frozen():
             for episodes, micro in micros:
                 with memory_suffices(micro, self.micro_tokens):
@@ -200,7 +201,7 @@ class Trainer:
                     (terms.loss if scale == 1 else terms.loss * scale).backward()
                     self.optimizer.gather()
                 parts.append(Terms(terms.loss.detach(), terms.gauges))
-            self._keep_step(batch, loss, len(micros))
+            self._keep_step(batch, loss, waiting)
         parts = of_all_ranks(self.ranks, parts, passes, packing)
         seen = loss.gauges(batch, parts)
         share = seen[STEP_SHARE].mean if STEP_SHARE in seen else 1.0
@@ -233,10 +234,10 @@ class Trainer:
         check_shares(self.ranks, batch, mine, micros)
         return [(mine[chosen], micro) for chosen, micro in zip(bins, micros, strict=True)]
 
-    def _keep_step(self, batch: Batch, loss: Loss, micros: int) -> None:
-        """Take part in the passes of ranks that have more micro-batches: their weights and gradients come together in
-        every pass. Each pass is of the smallest unit, with its loss multiplied by 0."""
-        for _ in range(max(self.ranks.every(micros)) - micros):
+    def _keep_step(self, batch: Batch, loss: Loss, passes: int) -> None:
+        """Take part in the `passes` of ranks that have more micro-batches: weights and gradients of all ranks come
+        together in every pass. Each is of the smallest unit, with its loss multiplied by 0."""
+        for _ in range(passes):
             one = smallest_unit(batch)
             (loss.terms(one, self._forward(one, loss)).loss * 0).backward()
             self.optimizer.gather()

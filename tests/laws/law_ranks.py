@@ -251,6 +251,7 @@ def _serve(rank: int, world: int, folder: Path, tasks: dict[str, Task]) -> None:
                 out[name] = task(groups, folder)
             except Exception:
                 out[name] = traceback.format_exc()
+                print(f"rank {rank}, {name}: {out[name]}", flush=True)  # others may wait for this rank
         (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(out))
         everyone.every("finished")
 

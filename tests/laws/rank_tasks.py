@@ -102,8 +102,8 @@ def _stale_rows(rank: int) -> Any:
 def _waiting_counts(rank: int) -> Any:
     """The pass with which a rank waits for others adds to the gradient."""
 
-    def keep_step(self: Trainer, batch: Batch, loss: Any, micros: int) -> None:
-        for _ in range(max(self.ranks.every(micros)) - micros):
+    def keep_step(self: Trainer, batch: Batch, loss: Any, passes: int) -> None:
+        for _ in range(passes):
             one = trainers.smallest_unit(batch)
             loss.terms(one, self._forward(one, loss)).loss.backward()
 
