@@ -55,14 +55,16 @@ def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) ->
     """Continue from `folder`, whatever the number of ranks that wrote it; returns the version. Every rank calls it.
 
     Raises:
-        RunFolderError: the folder is damaged, or is of another model or optimizer. The weights may be half read then.
+        RunFolderError: the folder is damaged, or is of another model or optimizer. The weights may be read already.
     """
     ranks = _ranks(learner)
     if wrong := ranks.every(files.damage(folder) if ranks.rank == 0 else "")[0]:
         raise RunFolderError(f"sharded checkpoint {folder.name}: {wrong}. Go on from another one")
     about, known = files.read_json(folder / ABOUT), _known(folder)
     held = _weights(learner)
-    state = _state(learner, {n: _blank(learner, n, known[STATE + n]) for n in _names(known, STATE)})
+    _must_fit(held, {n: k for n, k in known.items() if n.startswith(WEIGHTS)}, folder)
+    saved = sorted(n.removeprefix(STATE) for n in known if n.startswith(STATE))
+    state = _state(learner, {n: _blank(learner, n, known[STATE + n]) for n in saved})
     _must_fit(held | state, known, folder)
     with _quiet():
         dcp.load(dict(held | state), checkpoint_id=folder, **_group(learner))
@@ -108,10 +110,6 @@ def _known(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Dtype and shape of everything in a checkpoint."""
     listed = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {name: kind for name, kind in listed.items() if isinstance(kind, TensorStorageMetadata)}
-
-
-def _names(known: Mapping[str, object], begin: str) -> list[str]:
-    return sorted(name.removeprefix(begin) for name in known if name.startswith(begin))
 
 
 def _blank(learner: HFLearner, name: str, kind: TensorStorageMetadata) -> Tensor:

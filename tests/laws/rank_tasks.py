@@ -145,11 +145,11 @@ FAULTS: dict[str, tuple[Callable[[int], Any], str]] = {
 
 @dataclass(frozen=True)
 class Plant:
-    """Every fault over two ranks: how far the run ends from the right one, or the error of this rank."""
+    """Every fault over four ranks: how far the run ends from the right one, or the error of this rank."""
 
     def __call__(self, groups: Groups, folder: Path) -> dict[str, Distance | str]:
         out: dict[str, Distance | str] = {}
-        ranks = groups[2]
+        ranks = groups[4]
         for name, (plant, _) in FAULTS.items() if ranks is not None else ():
             assert ranks is not None
             try:
@@ -290,8 +290,12 @@ class Resume:
                                 right, gradients=right.gradients[2:], norms=right.norms[2:], gauges=right.gauges[2:]
                             ),
                         )
-        out["damaged"] = _refused(folder, "by-4", groups, damage=True)
-        out["other"] = _refused(folder, "by-2", groups, damage=False)
+        out["model"] = _refused(folder / "by-2", groups, replace(CASE, arch="llama"))
+        out["optimizer"] = _refused(folder / "by-2", groups, replace(CASE, optimizer="sgd"))
+        if everyone.rank == 0:
+            _damage(folder / "by-4")
+        everyone.every("damaged")
+        out["damaged"] = _refused(folder / "by-4", groups, CASE)
         return out
 
 
@@ -311,19 +315,19 @@ def _resumed(folder: Path, ranks: ProcessRanks | None) -> Any:
     return results((t, [t.step(batch, LOSSES[CASE.loss]) for _ in range(2)]))
 
 
-def _refused(folder: Path, name: str, groups: Groups, damage: bool) -> str:
-    """What each rank says of a damaged checkpoint, or of one of another model."""
-    everyone = groups[4]
-    assert everyone is not None
-    if damage and everyone.rank == 0:
-        largest = max((folder / name).glob("*.distcp"), key=lambda p: p.stat().st_size)
-        data = bytearray(largest.read_bytes())
-        data[len(data) // 2] ^= 1
-        largest.write_bytes(data)
-    everyone.every("ready")
-    t = trainer(CASE if damage else replace(CASE, optimizer="sgd"), everyone)
+def _damage(folder: Path) -> None:
+    """Change one bit in the middle of the largest file."""
+    largest = max(folder.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+
+
+def _refused(folder: Path, groups: Groups, case: Case) -> str:
+    """What this rank says when all of them load a folder for `case`."""
+    t = trainer(case, groups[4])
     try:
-        load_sharded(folder / name, *_parts(t))
+        load_sharded(folder, *_parts(t))
     except PosttrainError as error:
         return str(error)
     return ""

@@ -5,6 +5,10 @@ All processes are started once, and every test reads what they found.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,15 +116,29 @@ def test_a_checkpoint_is_read_by_any_number_of_ranks(found: list[dict[str, Any]]
     assert worst <= BOUND
     for said in every:
         assert "damaged" in said["damaged"] and "Go on from another one" in said["damaged"]
-        assert "another model or optimizer" in said["other"]
+        assert "another model or optimizer" in said["model"] and "of other parameters" in said["optimizer"]
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_caught(name: str, found: list[dict[str, Any]]) -> None:
-    """By a check on both ranks, or by the law."""
-    said = [one[name] for one in given(found, "faults")[:2]]
+    """By a check on every rank, or by the law."""
+    said = [one[name] for one in given(found, "faults")]
     by = FAULTS[name][1]
     if by == "law":
         assert all(isinstance(d, Distance) and not max(d.gradient, d.weights, d.norm) <= 1e3 * BOUND for d in said)
     else:
         assert all(isinstance(text, str) and by in text for text in said), said
+
+
+def test_the_program_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
+    """docs/shards.md: two processes, each with half of the numbers, and one loss."""
+    page = (Path(__file__).parents[2] / "docs" / "shards.md").read_text()
+    (tmp_path / "train.py").write_text(page.split("```python\n")[1].split("```")[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "train.py"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert len(said) == 2 and said[0].startswith("rank 0: loss ") and "version 5" in said[1]
+    assert said[0].split(",")[0].removeprefix("rank 0") == said[1].split(",")[0].removeprefix("rank 1")
+    assert (tmp_path / "sharded" / "about.json").is_file()

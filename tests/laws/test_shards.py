@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.core.adapter import Lora
 from posttrain.core.batch import Batch
 from posttrain.core.bins import balanced
 from posttrain.core.errors import ConfigError, InvariantError
@@ -18,9 +19,12 @@ from posttrain.core.ranks import ALONE, check_same, joint_norm
 from posttrain.core.run import Optimizer
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import WEIGHT
+from posttrain.engine.models import load_policy
 from posttrain.engine.optimizer import ELEMENTWISE, StageOptimizer
+from posttrain.engine.process_ranks import ProcessRanks
+from posttrain.engine.sharded import ShardedLearner
 from posttrain.role.rank_share import check_shares, digest, smallest_unit
-from tests.rooms.engine_parts import segments
+from tests.rooms.engine_parts import ALPHABET, policy, segments, tiny
 
 
 def batch(units: list[int], seed: int = 0, sampling: Sampling = Sampling()) -> Batch:
@@ -159,3 +163,20 @@ def test_the_clip_reads_the_norm_of_all_ranks() -> None:
     w.grad = torch.tensor([3.0], dtype=torch.float64)
     assert optimizer.step() == 5.0
     assert float(w.detach()) == pytest.approx(-0.6, rel=1e-6)
+
+
+def test_what_is_not_built_for_ranks_is_refused_by_name() -> None:
+    """Before anything is cut. What the page lists and a policy can be."""
+    made = policy()
+    mixed = load_policy(tiny("qwen3"), ALPHABET, 0)
+    mixed.module.config.num_local_experts = 4
+    adapted = load_policy(tiny(lora=Lora(rank=2)), ALPHABET, 0)
+    for one, words in (
+        (replace(made, module=made.module.to(torch.bfloat16)), "model.dtype=bfloat16.*model.dtype=float32"),
+        (adapted, "model.lora is not built"),
+        (mixed, "mixture of 4 experts"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            ShardedLearner(one, OneOf(0, 2, []))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="joined"):
+        ProcessRanks()
