@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import pickle
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -247,11 +248,14 @@ def _serve(rank: int, world: int, folder: Path, tasks: dict[str, Task]) -> None:
     with joined(rank, world, f"file://{folder / 'meet'}", seconds=60) as everyone:
         groups: Groups = {w: everyone.part(range(w)) for w in WORLDS if w <= world}
         for name, task in tasks.items():
+            begun = time.monotonic()
             try:
                 out[name] = task(groups, folder)
             except Exception:
                 out[name] = traceback.format_exc()
                 print(f"rank {rank}, {name}: {out[name]}", flush=True)  # others may wait for this rank
+            if rank == 0:
+                print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
         (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(out))
         everyone.every("finished")
 

@@ -132,11 +132,12 @@ def test_a_planted_fault_is_caught(name: str, found: list[dict[str, Any]]) -> No
 
 def test_the_program_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
     """docs/shards.md: two processes, each with half of the numbers, and one loss."""
-    page = (Path(__file__).parents[2] / "docs" / "shards.md").read_text()
-    (tmp_path / "train.py").write_text(page.split("```python\n")[1].split("```")[0])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "train.py"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    program = Path(__file__).parent / "rank_program.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(program.parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(program)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
     assert len(said) == 2 and said[0].startswith("rank 0: loss ") and "version 5" in said[1]
