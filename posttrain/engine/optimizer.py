@@ -60,7 +60,7 @@ class StageOptimizer:
                 f"optimizer.kind={config.kind} reads more of a weight than one rank has, and is not built for"
                 f" {ranks.world} ranks. Set it to {' or '.join(ELEMENTWISE)}, or train in one process"
             )
-        self.config, self._ranks = config, ranks
+        self.config, self.ranks = config, ranks
         self._home = None if home is None else StateAtHome(home)
         self._scale = LossScale() if scaled else None
         self.steps = 0
@@ -255,11 +255,11 @@ class StageOptimizer:
             InvariantError: the ranks have taken different numbers of steps, or step at different learning rates.
         """
         own = torch.nn.utils.get_total_norm([t.grad for t in tensors if t.grad is not None])
-        if self._ranks.world == 1:
+        if self.ranks.world == 1:
             return own
         advice = "One of them left out an update, so its part of the weights is stale: go on from the last checkpoint"
-        check_same(self._ranks, (self.steps, self.lr), "number of optimizer steps and learning rate", advice)
-        return own.new_tensor(joint_norm(self._ranks.every(float(own))))
+        check_same(self.ranks, (self.steps, self.lr), "number of optimizer steps and learning rate", advice)
+        return own.new_tensor(joint_norm(self.ranks.every(float(own))))
 
     def _divided(self) -> Iterator[tuple[Rules, list[str]]]:
         """The rules with the names of their parameters, in the order of the parameters; several of a kind where their

@@ -15,7 +15,7 @@ from torch import Tensor
 from posttrain.algorithm.losses import STEP_SHARE, Loss
 from posttrain.algorithm.objective import Terms
 from posttrain.core.batch import Batch
-from posttrain.core.errors import InvariantError
+from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Learner
 from posttrain.core.ranks import ALONE, Ranks
@@ -168,6 +168,14 @@ class Trainer:
     """Optimizer steps in a row that were left out, up to now (`Optimizer.skips`)."""
     ranks: Ranks = ALONE
     """The processes that train together. Each is given the whole minibatch and computes its own shard of it."""
+
+    def __post_init__(self) -> None:
+        for word, part in (("learner", self.learner), ("optimizer", self.optimizer)):
+            if (world := getattr(part, "ranks", ALONE).world) != self.ranks.world:
+                raise ConfigError(
+                    f"the {word} is one of {world} ranks, and the trainer one of {self.ranks.world}: gradients would be"
+                    " counted several times, or clipped by a part of their norm. Give all three the same ranks="
+                )
 
     def step(
         self, batch: Batch, loss: Loss, watch: Observers = UNOBSERVED, *, index: int = 0, first: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from posttrain.engine.optimizer import ELEMENTWISE, StageOptimizer
 from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.role.rank_share import check_shares, digest, smallest_unit
+from posttrain.role.trainer import Trainer
 from tests.rooms.engine_parts import ALPHABET, policy, segments, tiny
 
 
@@ -180,3 +182,14 @@ def test_what_is_not_built_for_ranks_is_refused_by_name() -> None:
             ShardedLearner(one, OneOf(0, 2, []))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="joined"):
         ProcessRanks()
+
+
+@pytest.mark.parametrize("left_out", ["learner", "optimizer", "trainer"])
+def test_learner_optimizer_and_trainer_have_the_same_ranks(left_out: str) -> None:
+    """Who forgets `ranks=` once is told, before gradients are counted twice."""
+    two: Any = OneOf(0, 2, [])
+    parts: Any = {w: SimpleNamespace(ranks=two) for w in ("learner", "optimizer") if w != left_out}
+    parts = {"learner": SimpleNamespace(), "optimizer": SimpleNamespace()} | parts
+    with pytest.raises(ConfigError, match="Give all three the same ranks="):
+        Trainer(**parts, micro_tokens=8, ranks=ALONE if left_out == "trainer" else two)
+    Trainer(SimpleNamespace(ranks=two), SimpleNamespace(ranks=two), 8, ranks=two)  # pyright: ignore[reportArgumentType]
