@@ -43,6 +43,7 @@ from posttrain.checks import (
     fresh,
     frozen,
     generative,
+    implicit,
     loss,
     measured,
     preference_data,
@@ -110,6 +111,7 @@ EVERY_STEP = (
     *(ranking.score_reaches, ranking.sides_share_their_prompt, ranking.reads_the_end),
     *(reward_models.holds_what_was_trained, reward_models.reads_the_last_token, reward_models.scores_hold),
     *(generative.shows_no_verdict, generative.order_is_random, generative.votes_are_counted),
+    *(implicit.scored_first, implicit.scored_alone, implicit.outcomes_agree),
     *(preference_online.tokens_are_as_sampled, preference_online.opponents_play, preference_online.opponent_says),
     *(rejection.kept_was_played, rejection.kept_passes, rejection.kept_once, rejection.imitates_kept),
     *(rejection.begins_with_its_weights, rejection.nothing_is_lost, regenerated.goes_on_from_its_step),
@@ -121,6 +123,7 @@ SECOND_OPINIONS = (
     loss.entropy_and_value_agree,
     preference_loss.preference_loss_agrees,
     ranking.loss_is,
+    implicit.outcome_loss_agrees,
     update.update_agrees,
 )
 """What the page lists of `posttrain/checks`."""

@@ -15,6 +15,7 @@ from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.generative import JudgingCheck, VotesCheck
 from posttrain.checks.history import StageHistory
 from posttrain.checks.imitation import ImitationCheck
+from posttrain.checks.implicit import ImplicitCheck
 from posttrain.checks.live import LiveRules
 from posttrain.checks.measured import EvaluationCheck
 from posttrain.checks.precision import ScaleCheck
@@ -52,6 +53,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         ScaleCheck(done=bool(steps)),
         FrozenCheck(),
         CreditCheck(),
+        ImplicitCheck(),
         SamplerCheck(fresh=not steps),
         TaskCheck(),
         AheadCheck(kept.get("ahead", {}) if steps else None),
