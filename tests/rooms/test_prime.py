@@ -29,7 +29,9 @@ LOUD = patch(PRIME, "prime_beta_1", "-", baseline=ImplicitOthers(beta=1.0))
 def prime_run(algorithm: Any = LOUD, **rl: Any) -> Run:
     """Sums of one digit after a little imitation, so that some answers are right."""
     base = tiny_run(algorithm=algorithm, **{"prompts": 6, "steps": 3, "refill": 2} | rl)
-    return replace(base, stages=(replace(base.stages[0], steps=40), *base.stages[1:]), deterministic=True)
+    return replace(
+        base, stages=(replace(base.stages[0], steps=40), *base.stages[1:]), deterministic=True, keep_checkpoints=20
+    )
 
 
 def weights(folder: Path, name: str = "weights.safetensors") -> dict[str, np.ndarray]:
@@ -82,11 +84,8 @@ def test_killed_and_resumed_is_never_killed(loud: Path, tmp_path: Path) -> None:
 
 
 def test_outcomes_that_are_no_chance_stop_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "twice.py"
+    path.write_text("def twice(completion: str, **task: object) -> float:\n    return 2.0\n", encoding="utf-8")
     run = prime_run(patch(LOUD, "unfiltered", "-", filter=None))
     with pytest.raises(DataError, match=r"outcomes lie in 0\.\.1"):
-        posttrain.run(run, "env.rewards=tests.rooms.test_prime:twice", out=tmp_path / "run", quiet=True)
-
-
-def twice(completion: str, **task: Any) -> float:
-    """A reward outside 0..1."""
-    return 2.0
+        posttrain.run(run, f"env.rewards={path}:twice", out=tmp_path / "run", quiet=True)
