@@ -86,7 +86,10 @@ MINIATURE = Miniature(
         " and the minimum below it by .02 or more. With one noise for all steps of an answer the mean is nowhere"
         " above."
     ),
-    verdict="Not run yet.",
+    verdict=(
+        "Holds in both halves. Where errors are late the process scores are far worse: they prefer answers that looked"
+        " well before the hard step."
+    ),
     play=play,
     judge=judge,
     picture=Picture(

@@ -47,7 +47,9 @@ class ImplicitModel:
         watch.emit(OutcomesEvent(index, batch))
         seen = self.trainer.step(batch, OutcomeLoss(self.beta))
         own = {n: g for n, g in seen.items() if n.startswith("implicit/")}
-        return own | {"implicit/grad_norm": seen["optim/grad_norm"], "implicit/answers": Gauge(len(answers), 1)}
+        if "optim/grad_norm" in seen:  # else the scale of the loss was too large, and the step was left out
+            own["implicit/grad_norm"] = seen["optim/grad_norm"]
+        return own | {"implicit/answers": Gauge(len(answers), 1)}
 
 
 def outcomes(answers: Sequence[Scored]) -> np.ndarray:

@@ -29,9 +29,8 @@ LOUD = patch(PRIME, "prime_beta_1", "-", baseline=ImplicitOthers(beta=1.0))
 def prime_run(algorithm: Any = LOUD, **rl: Any) -> Run:
     """Sums of one digit after a little imitation, so that some answers are right."""
     base = tiny_run(algorithm=algorithm, **{"prompts": 6, "steps": 3, "refill": 2} | rl)
-    return replace(
-        base, stages=(replace(base.stages[0], steps=40), *base.stages[1:]), deterministic=True, keep_checkpoints=20
-    )
+    stages = (replace(base.stages[0], steps=40), *base.stages[1:])
+    return replace(base, stages=stages, deterministic=True, keep_checkpoints=20)
 
 
 def weights(folder: Path, name: str = "weights.safetensors") -> dict[str, np.ndarray]:
@@ -83,9 +82,27 @@ def test_killed_and_resumed_is_never_killed(loud: Path, tmp_path: Path) -> None:
     assert same(weights(copy, "implicit/optimizer.safetensors"), weights(loud, "implicit/optimizer.safetensors"))
 
 
+def test_a_run_is_made_longer(loud: Path, tmp_path: Path) -> None:
+    """The model goes on from the last checkpoint of the run."""
+    copy = tmp_path / "copy"
+    shutil.copytree(loud, copy)
+    posttrain.run("rl.steps=4", resume=copy, quiet=True)
+    losses = [s.gauges["implicit/loss"].mean for s in reader.steps(copy) if s.stage == "rl"]
+    assert len(losses) == 4 and losses[3] != pytest.approx(np.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("words", [("model.lora.rank=2",), ("model.dtype=bfloat16",)], ids=" ".join)
+def test_other_learners(words: tuple[str, ...], tmp_path: Path) -> None:
+    """With an adapter phi has an adapter of its own; in another dtype the checks allow its rounding."""
+    run = prime_run(patch(LOUD, "unfiltered", "-", filter=None), steps=2)
+    posttrain.run(run, *words, "deterministic=false", out=tmp_path / "run", quiet=True)
+    losses = [s.gauges["implicit/loss"].mean for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-6) and losses[1] != losses[0]
+
+
 def test_outcomes_that_are_no_chance_stop_the_run(tmp_path: Path) -> None:
     path = tmp_path / "twice.py"
-    path.write_text("def twice(completion: str, **task: object) -> float:\n    return 2.0\n", encoding="utf-8")
+    path.write_text("def twice(task, text):\n    return 2.0\n", encoding="utf-8")
     run = prime_run(patch(LOUD, "unfiltered", "-", filter=None))
     with pytest.raises(DataError, match=r"outcomes lie in 0\.\.1"):
         posttrain.run(run, f"env.rewards={path}:twice", out=tmp_path / "run", quiet=True)
