@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from posttrain.core.process import aggregated
+from posttrain.core.process import Aggregate, aggregated
 
 STEPS, ANSWERS, PROMPTS, NOISE, FLOOR = 8, 8, 4000, 0.5, 1e-3
 WORLDS = {"early": (0, 1), "late": (STEPS - 2, STEPS - 1)}
 """The steps that go wrong, each with the chance `WRONG`."""
 WRONG = 0.6
-ARMS = {"outcome": "last", "mean": "mean", "product": "product", "minimum": "min"}
+ARMS: dict[str, Aggregate] = {"outcome": "last", "mean": "mean", "product": "product", "minimum": "min"}
 
 
 def values(hard: Sequence[int], rng: np.random.Generator) -> np.ndarray:

@@ -13,7 +13,7 @@ from functools import singledispatch
 
 import numpy as np
 
-from posttrain.algorithm.implicit import process_rewards, to_go
+from posttrain.algorithm.process_rewards import process_rewards, to_go
 from posttrain.algorithm.register import missing
 from posttrain.algorithm.sample import Sample, joined, noise_of, said_logp
 from posttrain.algorithm.spread import Array, compared, from_lowest, mean

@@ -342,13 +342,12 @@ def make_parts(
         others: see `make_policy`.
         say: tells the user of what takes long.
     """
-    models = RewardModels(run, policy, book.folder)
+    models, sleepers, others = RewardModels(run, policy, book.folder), Sleepers(run), others or {}
     roles = make_roles(run, policy, env, models.judges(run.env), say)
     learner = roles.learner
     if run.model.compile:
         say("compiling the learner's layers (model.compile=true) ...")
         say(learner.compile(packed_text(probe_ids(policy))))
-    others, sleepers = others or {}, Sleepers(run)
     _say_judges(roles, say)
 
     def close() -> None:

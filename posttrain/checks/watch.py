@@ -15,9 +15,9 @@ from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.generative import JudgingCheck, VotesCheck
 from posttrain.checks.history import StageHistory
 from posttrain.checks.imitation import ImitationCheck
-from posttrain.checks.implicit import ImplicitCheck
 from posttrain.checks.live import LiveRules
 from posttrain.checks.measured import EvaluationCheck
+from posttrain.checks.outcomes import ImplicitCheck
 from posttrain.checks.precision import ScaleCheck
 from posttrain.checks.preference_data import JudgementCheck
 from posttrain.checks.preference_loss import PreferenceLossCheck

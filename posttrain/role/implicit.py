@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.algorithm.implicit import OutcomeLoss
+from posttrain.algorithm.process_rewards import OutcomeLoss
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import DataError
 from posttrain.core.gauge import Gauge, Gauges

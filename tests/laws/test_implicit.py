@@ -13,7 +13,7 @@ from law_world import L_MAX
 from torch import Tensor
 
 from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.implicit import OutcomeLoss
+from posttrain.algorithm.process_rewards import OutcomeLoss
 from posttrain.checks.expected import expected_credit
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.batch import Batch
