@@ -94,11 +94,20 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         with roles.clock.of("rollout"):
             roles.watch.emit(PlayedEvent(e))
         with roles.clock.of("score"):
-            groups = score(e.groups, a, roles.learner, roles.reference, optimizer_steps=stage.optimizer_steps)
+            groups = score(
+                e.groups,
+                a,
+                roles.learner,
+                roles.reference,
+                optimizer_steps=stage.optimizer_steps,
+                implicit=roles.implicit,
+            )
             roles.watch.emit(ScoredEvent(e, groups))
             credit = credit_step(a, groups, max_tokens=roles.sampling.max_tokens, ema=roles.adaptive.ema)
             partial.credit = credit = without_credit(credit) if warming else credit
         with roles.clock.of("learn"):
+            if roles.implicit is not None:
+                partial.learned.append(roles.implicit.learn(e.index, groups, roles.watch))
             for minibatch in pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version):
                 if (batch := minibatch.batch) is not None:
                     try:

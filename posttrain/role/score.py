@@ -9,20 +9,27 @@ import numpy as np
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Examiner, Learner
+from posttrain.core.ports import Examiner, Learner, Scorer
 from posttrain.core.scored import Scored, ScoredGroup
 from posttrain.core.streams import SCORED, Scoring, Stream
 from posttrain.core.types import Episode, Group
 
 
 def score(
-    groups: Sequence[Group], a: Algorithm, learner: Learner, reference: Examiner | None, *, optimizer_steps: int
+    groups: Sequence[Group],
+    a: Algorithm,
+    learner: Learner,
+    reference: Examiner | None,
+    *,
+    optimizer_steps: int,
+    implicit: Scorer | None = None,
 ) -> tuple[ScoredGroup, ...]:
     """The judged episodes of each group with the streams that `a` reads. Groups without any are left out."""
     episodes = [e for g in groups for e in g.judged]
     if not episodes:
         return ()
-    look = Scoring(Packed.of([s for e in episodes for s in e.segments]), a, learner, reference, optimizer_steps)
+    packed = Packed.of([s for e in episodes for s in e.segments])
+    look = Scoring(packed, a, learner, reference, optimizer_steps, implicit)
     made = {stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(look).items()}
     scored = iter(
         Scored(e, streams={stream: parts[i] for stream, parts in made.items()}) for i, e in enumerate(episodes)
