@@ -99,7 +99,7 @@ def play(name: str, seed: int, steps: int, model: Path, folder: Path) -> Row:
     stage = base.stage("rl")
     assert isinstance(stage, Reinforce)
     chosen = REGIME[name][0] if name in REGIME else LADDER[name]
-    reference = teacher(seed, steps, model, folder) if LADDER[name].rewards == "none" else None
+    reference = teacher(seed, steps, model, folder) if LADDER[name].taught else None
     stage = replace(
         stage,
         algorithm=chosen,

@@ -97,6 +97,7 @@ def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
     terms = sizes(a.shape, raw, terms, episodes, max_tokens)
     if a.baseline.greedy and (group.group.greedy is None or group.group.greedy.reward is None):
         dropped = ["the greedy answer was not judged"] * len(episodes)
+    dropped = [why or s.unhinted for why, s in zip(dropped, group.episodes, strict=True)]
     paid = [np.zeros(e.spoken) if a.rewards == "none" else earned(e) for e in episodes]
     rows = zip(group.episodes, rewards, terms, paid, dropped, strict=True)
     return [Sample(s, float(r), float(t), penalty(a, s), paid_T, why) for s, r, t, paid_T, why in rows]

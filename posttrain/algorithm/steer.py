@@ -43,7 +43,7 @@ def steered(a: Algorithm, state: AdaptiveState) -> Algorithm:
 
 def standing(a: Algorithm) -> Algorithm:
     """The algorithm without any term that changes the policy; only values are learned (value warm-up, A19)."""
-    return replace(a, pull=None, entropy=None, imitate=None, distill=None)
+    return replace(a, pull=None, entropy=None, imitate=None, distill=None, hint=None)
 
 
 def remember(

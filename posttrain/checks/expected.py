@@ -68,6 +68,7 @@ NEUTRAL = {
         "entropy",
         "curriculum",
         "rewards",
+        "hint",
         "step_scale",
     },
 }

@@ -94,7 +94,14 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         with roles.clock.of("rollout"):
             roles.watch.emit(PlayedEvent(e))
         with roles.clock.of("score"):
-            groups = score(e.groups, a, roles.learner, roles.reference, optimizer_steps=stage.optimizer_steps)
+            groups = score(
+                e.groups,
+                a,
+                roles.learner,
+                roles.reference,
+                optimizer_steps=stage.optimizer_steps,
+                hints=roles.hints,
+            )
             roles.watch.emit(ScoredEvent(e, groups))
             credit = credit_step(a, groups, max_tokens=roles.sampling.max_tokens, ema=roles.adaptive.ema)
             partial.credit = credit = without_credit(credit) if warming else credit

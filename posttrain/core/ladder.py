@@ -29,6 +29,7 @@ from posttrain.core.pieces.baseline import (
     Value,
 )
 from posttrain.core.pieces.correction import Mask, NegativeMask, Truncate
+from posttrain.core.pieces.hint import Hint
 from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import BestOf, Overlong, Signed
 from posttrain.core.pieces.step import EffectiveSize
@@ -167,6 +168,9 @@ MOPD         = _patch(OPD,       "mopd",         "2601.02780", ratio="one", anch
                                                                correction=(Mask(low=0.2, high=5.0),))
 GKD          = _patch(REINFORCE, "gkd",          "2306.13649", rewards="none", distill=Distill(beta=0.5),
                                                                aggregate="token_mean")
+SDPO         = _patch(GKD,       "sdpo",         "2601.20802", distill=Distill(beta=0.5, top=100), hint=Hint())
+SDFT         = _patch(SDPO,      "sdft",         "2601.19897", hint=Hint(of="answer", weights="start"),
+                                                               aggregate="sequence_mean")
 
 # fmt: on
 LADDER: dict[str, Algorithm] = {a.name: a for a in list(globals().values()) if isinstance(a, Algorithm)}

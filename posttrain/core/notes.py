@@ -179,4 +179,13 @@ NOTES: dict[str, str] = {
         "student samples only (lambda 1); the paper mixes in supervised data. The reference is the teacher. TRL "
         "defaults: lambda .5, temperature .9"
     ),
+    "sdpo": (
+        "the authors' defaults, but the teacher has the weights of now (theirs: hint.weights=average and "
+        "optimizer.ema=0.95). The 100 tokens are the teacher's, theirs the policy's; their ratio pi/mu, capped at 2, is "
+        "1 with one update a batch and left out here. Feedback of the environment is no hint here"
+    ),
+    "sdft": (
+        "TRL's defaults: the teacher is the policy as the stage began, 100 tokens, here with all others as one. "
+        "prime-rl (opsd) has opd's loss with the weights of now, and the demonstration in front of the prompt"
+    ),
 }

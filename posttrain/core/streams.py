@@ -169,6 +169,8 @@ class Scoring:
     frozen: Examiner | None
     optimizer_steps: int
     """Optimizer steps that will be taken on these tokens."""
+    hinted: Packed | None = None
+    """The same spoken tokens behind the prompts that the teacher reads; None: it reads the policy's."""
 
     @property
     def reference(self) -> Examiner:
@@ -178,6 +180,11 @@ class Scoring:
                 " one, or take the pieces away that read it"
             )
         return self.frozen
+
+    @property
+    def read(self) -> Packed:
+        """What the reference reads."""
+        return self.packed if self.hinted is None else self.hinted
 
 
 START = Stream(
@@ -236,13 +243,13 @@ def _start_is_scored(s: Scoring) -> bool:
 
 def _teacher(s: Scoring) -> tuple[np.ndarray, np.ndarray]:
     assert s.algorithm.distill is not None
-    top = s.reference.top(s.packed, s.algorithm.distill.top)
+    top = s.reference.top(s.read, s.algorithm.distill.top)
     return top.ids, top.logp
 
 
 SCORED: list[Maker[Scoring]] = [
     Maker((START,), _start_is_scored, lambda s: (s.learner.score(s.packed),)),
-    Maker((REFERENCE,), lambda s: "reference" in s.algorithm.reads, lambda s: (s.reference.score(s.packed),)),
+    Maker((REFERENCE,), lambda s: "reference" in s.algorithm.reads, lambda s: (s.reference.score(s.read),)),
     Maker((VALUE,), lambda s: "values" in s.algorithm.reads, lambda s: (s.learner.value(s.packed),)),
     Maker((ENTROPY,), lambda s: "entropy" in s.algorithm.reads, lambda s: (s.learner.entropy(s.packed),)),
     Maker((ENERGY,), lambda s: "energy" in s.algorithm.reads, lambda s: (s.learner.energy(s.packed),)),

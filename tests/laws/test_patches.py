@@ -306,7 +306,7 @@ READS = {
     "energy": "otb",
     "energy start": "vcpo",
     "reference": "rloo opd iw_opd",
-    "teacher": "gkd",
+    "teacher": "gkd sdpo sdft",
     "start values": "ppo dual_clip v_trace vapo",
     "reference start": (
         "mopd reinforce_pp reinforce_pp_baseline grpo grpo_process two_sided deepseek_v32 gdpo pass_at_k"

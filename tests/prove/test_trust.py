@@ -71,7 +71,7 @@ def test_no_algorithm_is_disturbed_off_policy(name: str, model: Path, tmp_path: 
         "rl.siblings=6",
         "rl.sampling.temperature=0.9",
         *(("rl.staleness=2",) if name in STALE else ()),
-        *((f"rl.reference={model}",) if LADDER[name].rewards == "none" else ()),
+        *((f"rl.reference={model}",) if LADDER[name].taught else ()),
     )
     posttrain.run(
         smallest(None, model, tmp_path, steps=4), f"algorithm={name}", *words, out=tmp_path / "run", quiet=True
