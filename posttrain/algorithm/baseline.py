@@ -37,6 +37,7 @@ from posttrain.core.pieces.baseline import (
     Value,
     Zero,
 )
+from posttrain.core.pieces.moving import SourceEma
 from posttrain.core.scored import Scored
 from posttrain.core.spread import rounding, spread
 from posttrain.core.streams import ENERGY, START, VALUE
@@ -77,7 +78,8 @@ def _(b: Zero | ToGo, siblings: Siblings) -> tuple[Array, float]:
     return siblings.rewards, siblings.ema
 
 
-@centred.register
+@centred.register(Ema)
+@centred.register(SourceEma)
 def _(b: Ema, siblings: Siblings) -> tuple[Array, float]:
     before: list[float] = []
     ema = siblings.ema

@@ -56,7 +56,8 @@ class HintCheck(Observer):
         share = {"teacher/hinted": Gauge(len(hinted), len(episodes))}
         if not due(event.experience.index):
             return ObserverReport(share)
-        return ObserverReport(merge(share, *(self._again(roles, g, s) for g, s in hinted[:SCORED_AGAIN])))
+        wrong_first = sorted(hinted, key=lambda x: x[1].episode.reward or 0.0)[:SCORED_AGAIN]
+        return ObserverReport(merge(share, *(self._again(roles, g, s) for g, s in wrong_first)))
 
     def _again(self, roles: ReinforceRoles, group: ScoredGroup, s: Scored) -> dict[str, Gauge]:
         a, e = roles.stage.algorithm, s.episode

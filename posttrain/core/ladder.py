@@ -30,6 +30,7 @@ from posttrain.core.pieces.baseline import (
 )
 from posttrain.core.pieces.correction import Mask, NegativeMask, Truncate
 from posttrain.core.pieces.hint import Hint
+from posttrain.core.pieces.moving import SourceEma
 from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import BestOf, Overlong, Signed
 from posttrain.core.pieces.step import EffectiveSize
@@ -58,6 +59,7 @@ def _patch(parent: Algorithm, name: str, paper: str, **changes: Any) -> Algorith
 
 REINFORCE    = Algorithm(name="reinforce", paper="Williams 1992")
 EMA          = _patch(REINFORCE, "reinforce_ema", "Williams 1992", baseline=Ema(decay=0.95))
+RAE          = _patch(EMA,       "rae",          "2506.24119", baseline=SourceEma())
 RLOO         = _patch(REINFORCE, "rloo",         "2402.14740", baseline=Others(),
                                                                pull=KL(coef=0.03, estimator="k1", placement="reward"))
 REMAX        = _patch(REINFORCE, "remax",        "2310.10505", baseline=Greedy())

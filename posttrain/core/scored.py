@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -95,3 +96,5 @@ class Credit:
 
     groups: tuple[GroupCredit, ...]
     ema: float
+    emas: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The moving baseline of each source of tasks, where there is one for each (`Ema.by`)."""

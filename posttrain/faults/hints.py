@@ -11,7 +11,7 @@ import numpy as np
 from posttrain.core.streams import REFERENCE, TOP_IDS, TOP_LOGP
 from posttrain.core.types import Group
 from posttrain.faults.registry import fault
-from posttrain.role.hint import HintedEpisode
+from posttrain.role.hinted import HintedEpisode
 
 Real = Callable[..., Any]
 SIBLING, ANSWER = ("algorithm=sdpo",), ("algorithm=sdft", "rl.algorithm.hint.weights=now")
@@ -19,7 +19,7 @@ SIBLING, ANSWER = ("algorithm=sdpo",), ("algorithm=sdft", "rl.algorithm.hint.wei
 
 @fault(
     "hint_shifts_labels",
-    seam="posttrain.role.hint:behind",
+    seam="posttrain.role.hinted:behind",
     what="behind the hint the mask stays where it was, so the teacher is asked about tokens of the prompt",
     harm="the policy is pulled towards what the teacher thinks of other tokens",
     source="2601.20802: log-probs of the teacher are those of the completion, behind the longer prompt",
@@ -68,7 +68,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "own_answer_as_hint",
-    seam="posttrain.role.hint:Hints.given",
+    seam="posttrain.role.hinted:Hints.given",
     what="each answer is its own hint, right or wrong",
     harm="the teacher finds every answer likely, so mistakes are made more certain",
     source="2601.20802, dont_reprompt_on_self_success: what is right is shown to the others",

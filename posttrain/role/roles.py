@@ -23,7 +23,7 @@ from posttrain.core.stage import Stage
 from posttrain.core.step_labels import StepLabeling
 from posttrain.role.events import Observers
 from posttrain.role.group_queue import GroupSource
-from posttrain.role.hint import Hints
+from posttrain.role.hinted import Hints
 from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
 from posttrain.role.prompts import Prompts

@@ -13,7 +13,7 @@ from posttrain.core.ports import Examiner, Learner
 from posttrain.core.scored import Scored, ScoredGroup
 from posttrain.core.streams import SCORED, Scoring, Stream
 from posttrain.core.types import Episode, Group
-from posttrain.role.hint import HintedEpisode, Hints, same_words
+from posttrain.role.hinted import HintedEpisode, Hints, same_words
 
 
 def score(

@@ -28,6 +28,7 @@ Case = tuple[Algorithm, Book]
 THE_LADDER: list[Case] = [
     (ladder.REINFORCE, t.reinforce),
     (ladder.EMA, t.reinforce_ema),
+    (ladder.RAE, t.reinforce_ema),
     (ladder.RLOO, t.rloo),
     (ladder.REMAX, t.remax),
     (ladder.OPO, t.opo),

@@ -28,7 +28,7 @@ from posttrain.core.stage import starts
 from posttrain.role.average import AveragePolicy
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.group_queue import GroupQueue, GroupSource, Waves
-from posttrain.role.hint import Hints
+from posttrain.role.hinted import Hints
 from posttrain.role.pack import batch_algebra
 from posttrain.role.prompts import Prompts
 from posttrain.role.replay_buffer import ReplayBuffer

@@ -5,40 +5,58 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import posttrain
 from posttrain.core import reader
 from posttrain.core.algorithm import Algorithm, patch
+from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.ladder import OPD, SDFT, SDPO
 from posttrain.core.pieces.hint import Hint
 from posttrain.core.run import Optimizer, Run, Supervised
 from posttrain.faults import FAULTS
 from posttrain.recipe.recipes import recipe
-from tests.tiny import tiny_run
+from posttrain.role.average import AveragePolicy
+from posttrain.role.demonstrate import demonstration
+from posttrain.role.weights import restore, snapshot
+from tests.tiny import tiny_parts, tiny_run
 
 HINTED = [n for n, f in FAULTS.items() if f.twin.__module__ == "posttrain.faults.hints"]
 
 
 def run(algorithm: Algorithm, **rl: object) -> Run:
     """Sums of two small numbers, taught well enough that some answers are right."""
-    made = tiny_run(algorithm=algorithm, siblings=6, prompts=6, steps=3, checkpoint_every=0, **rl)
+    made = tiny_run(algorithm=algorithm, siblings=4, prompts=6, steps=3, checkpoint_every=0, **rl)
     sft, stage = made.stages
     assert isinstance(sft, Supervised)
-    taught = replace(sft, steps=60, batch=32, optimizer=Optimizer(lr=5e-3, warmup=2), checkpoint_every=0)
-    return replace(made, stages=(taught, stage))
+    taught = replace(sft, steps=24, batch=32, optimizer=Optimizer(lr=5e-3, warmup=2), checkpoint_every=0)
+    env = replace(made.env, args={"max_terms": 3, "max_operand": 9}, heldout=20)
+    return replace(made, env=env, stages=(taught, stage))
+
+
+AVERAGED = patch(SDPO, "sdpo_averaged", "2601.20802", hint=Hint(weights="average"))
+"""With the authors' teacher."""
 
 
 @pytest.mark.parametrize(
     "algorithm",
-    [SDPO, SDFT, patch(OPD, "opsd", "-", hint=Hint(of="answer")), patch(SDFT, "live", "-", hint=Hint(of="answer"))],
+    [
+        SDPO,
+        AVERAGED,
+        SDFT,
+        patch(OPD, "opsd", "-", hint=Hint(of="answer")),
+        patch(SDFT, "live", "-", hint=Hint(of="answer")),
+    ],
     ids=lambda a: a.name,
 )
 def test_runs_learn_from_a_teacher_with_a_hint(algorithm: Algorithm, tmp_path: Path) -> None:
     """Nothing trips; an answer without a hint is recorded with its reason, and is in no batch."""
     assert algorithm.hint is not None
-    folder = posttrain.run(run(algorithm), out=tmp_path / "run", quiet=True).folder
+    optimizer = Optimizer(lr=1e-3, ema=0.95 if algorithm.hint.weights == "average" else None)
+    folder = posttrain.run(run(algorithm, optimizer=optimizer), out=tmp_path / "run", quiet=True).folder
     steps = [s for s in reader.steps(folder) if s.stage == "rl"]
     assert len(steps) == 3
     shares = [s.gauges["teacher/hinted"].mean for s in steps]
@@ -57,6 +75,28 @@ def test_the_checks_find_what_goes_wrong_with_hints(name: str, tmp_path: Path) -
     a = SDPO if FAULTS[name].shows == ("algorithm=sdpo",) else replace(SDFT, hint=Hint(of="answer"))
     with pytest.raises(PosttrainError):
         posttrain.run(run(a), f"fault={name}", out=tmp_path / "run", quiet=True, allow_fault=True)
+
+
+def test_an_average_scores_as_its_weights_do_and_moves_none(tmp_path: Path) -> None:
+    """After two steps the teacher's weights are .95 (.95 w0 + .05 w1) + .05 w2, and scoring leaves w2 bit for bit."""
+    parts = tiny_parts(tmp_path / "run")
+    learner, optimizer = parts.learner, parts.optimize(Optimizer(lr=1e-2, warmup=0, ema=0.95))
+    segment = demonstration(parts.renderer, parts.environment.train.task(0), "<1+2>", "3", 64)
+    packed = Packed.of([segment])
+    seen = [snapshot(learner)]
+    for _ in range(2):
+        (-learner.forward(packed, entropy=False, value=False).logp.sum()).backward()
+        optimizer.gather()
+        optimizer.step()
+        seen.append(snapshot(learner))
+    found = AveragePolicy(learner, optimizer).score(packed)
+    assert all(torch.equal(seen[-1][n], p) for n, p in learner.parameters().items())
+    w0, w1, w2 = seen
+    restore(learner, {n: 0.95 * (0.95 * w0[n] + 0.05 * w1[n]) + 0.05 * w2[n] for n in w0})
+    assert found == pytest.approx(learner.score(packed), abs=1e-5)
+    restore(learner, w2)
+    assert float(np.abs(found - learner.score(packed)).max()) > 1e-3
+    parts.book.close()
 
 
 def test_an_environment_without_hints_is_refused(tmp_path: Path) -> None:
