@@ -22,6 +22,7 @@ from posttrain.recipe.recipes import recipe
 from posttrain.role.average import AveragePolicy
 from posttrain.role.demonstrate import demonstration
 from posttrain.role.weights import restore, snapshot
+from tests.prove.test_kill_sweep import digest
 from tests.tiny import tiny_parts, tiny_run
 
 HINTED = [n for n, f in FAULTS.items() if f.twin.__module__ == "posttrain.faults.hints"]
@@ -29,7 +30,7 @@ HINTED = [n for n, f in FAULTS.items() if f.twin.__module__ == "posttrain.faults
 
 def run(algorithm: Algorithm, **rl: object) -> Run:
     """Sums of two small numbers, taught well enough that some answers are right."""
-    made = tiny_run(algorithm=algorithm, siblings=4, prompts=6, steps=3, checkpoint_every=0, **rl)
+    made = tiny_run(**{"algorithm": algorithm, "prompts": 6, "checkpoint_every": 0, **rl})
     sft, stage = made.stages
     assert isinstance(sft, Supervised)
     taught = replace(sft, steps=24, batch=32, optimizer=Optimizer(lr=5e-3, warmup=2), checkpoint_every=0)
@@ -75,6 +76,18 @@ def test_the_checks_find_what_goes_wrong_with_hints(name: str, tmp_path: Path) -
     a = SDPO if FAULTS[name].shows == ("algorithm=sdpo",) else replace(SDFT, hint=Hint(of="answer"))
     with pytest.raises(PosttrainError):
         posttrain.run(run(a), f"fault={name}", out=tmp_path / "run", quiet=True, allow_fault=True)
+
+
+@pytest.mark.parametrize(("algorithm", "staleness"), [(AVERAGED, 0), (SDPO, 1)], ids=["average", "asked_ahead"])
+def test_a_resumed_run_is_the_same(algorithm: Algorithm, staleness: int, tmp_path: Path) -> None:
+    """The average comes back with the optimizer, and groups that were asked ahead with what their answers said."""
+    optimizer = Optimizer(lr=1e-3, ema=None if staleness else 0.95)
+    made = run(algorithm, optimizer=optimizer, staleness=staleness, checkpoint_every=1)
+    made = replace(made, deterministic=True, keep_checkpoints=9)
+    folder = posttrain.run(made, out=tmp_path / "run", quiet=True).folder
+    whole = digest(folder)
+    posttrain.run(resume=next((folder / "checkpoints").glob("*-rl-000002")), quiet=True)
+    assert digest(folder) == whole
 
 
 def test_an_average_scores_as_its_weights_do_and_moves_none(tmp_path: Path) -> None:
