@@ -31,7 +31,7 @@ import numpy as np
 
 import posttrain
 from benchmarks.from_start import run_from
-from posttrain.core import reader
+from posttrain.core import reader, seeds
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.ladder import DR_GRPO, OPD, SDFT, SDPO
 from posttrain.core.pieces.hint import Hint
@@ -47,14 +47,17 @@ STEPS, RATE = 40, 5e-4
 
 
 class ToldSums(Arithmetic):
-    """Arithmetic whose demonstrations stand behind a hint half of the time, and are then right."""
+    """Arithmetic in which every other task stands behind a hint, and is then demonstrated without an error."""
+
+    def _train(self, index: int) -> Task:
+        task = super()._train(index)
+        if index % 2 == 0:
+            return task
+        right = super().demonstrate(task, "cot", seeds.generator(self.seed, "told", index), 0.0)[1]
+        return replace(task, prompt=self.hinted(task if index % 4 == 1 else replace(task, answer=right)))
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
-        if rng.random() < 0.5:
-            return super().demonstrate(task, style, rng, wrong)
-        prompt, right = super().demonstrate(task, style, rng, 0.0)
-        shown = task if rng.random() < 0.5 else replace(task, answer=right)
-        return self.hinted(shown) if prompt else prompt, right
+        return super().demonstrate(task, style, rng, 0.0 if "=" in str(task.prompt) else wrong)
 
 
 GALLERY["told_sums"] = f"{__name__}:ToldSums"
