@@ -63,8 +63,8 @@ class ToldSums(Arithmetic):
 GALLERY["told_sums"] = f"{__name__}:ToldSums"
 ARMS: dict[str, tuple[Algorithm, float | None]] = {
     "dr_grpo": (DR_GRPO, None),
-    "sdpo": (SDPO, None),
-    "sdpo_average": (patch(SDPO, "sdpo_average", "2601.20802", hint=Hint(weights="average")), 0.95),
+    "sdpo": (SDPO, 0.95),
+    "sdpo_now": (patch(SDPO, "sdpo_now", "2601.20802", hint=Hint()), None),
     "sdft": (SDFT, None),
     "opsd": (patch(OPD, "opsd", "prime-rl algo/opsd.py", hint=Hint(of="answer")), None),
 }
@@ -82,14 +82,15 @@ def start(kind: str, seed: int, folder: Path) -> Path:
         base = replace(base, env=replace(base.env, name="told_sums"))
         sft = replace(sft, steps=2 * sft.steps)
     done = posttrain.run(replace(base, seed=seed, stages=(sft,)), out=folder / f"sft-{kind}-{seed}", quiet=True)
-    return posttrain.export(done.folder, folder / f"{kind}-{seed}")
+    return Path(posttrain.export(done.folder, folder / f"{kind}-{seed}"))
 
 
 def run_of(arm: str, seed: int, model: Path) -> Run:
     algorithm, ema = ARMS[arm]
-    run = run_from(model, algorithm, name=arm, seed=seed, rate=RATE, steps=STEPS)
+    run = run_from(model, DR_GRPO, name=arm, seed=seed, rate=RATE, steps=STEPS)
     stage: Any = run.stages[0]
-    return replace(run, stages=(replace(stage, optimizer=replace(stage.optimizer, ema=ema)),))
+    optimizer = replace(stage.optimizer, ema=ema)
+    return replace(run, stages=(replace(stage, algorithm=algorithm, optimizer=optimizer),))
 
 
 def play(kind: str, arm: str, seed: int, model: Path, folder: Path) -> dict[str, Any]:

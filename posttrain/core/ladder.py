@@ -170,7 +170,8 @@ MOPD         = _patch(OPD,       "mopd",         "2601.02780", ratio="one", anch
                                                                correction=(Mask(low=0.2, high=5.0),))
 GKD          = _patch(REINFORCE, "gkd",          "2306.13649", rewards="none", distill=Distill(beta=0.5),
                                                                aggregate="token_mean")
-SDPO         = _patch(GKD,       "sdpo",         "2601.20802", distill=Distill(beta=0.5, top=100), hint=Hint())
+SDPO         = _patch(GKD,       "sdpo",         "2601.20802", distill=Distill(beta=0.5, top=100),
+                                                               hint=Hint(weights="average"))
 SDFT         = _patch(SDPO,      "sdft",         "2601.19897", hint=Hint(of="answer", weights="start"),
                                                                aggregate="sequence_mean")
 

@@ -14,7 +14,10 @@ from posttrain.faults.registry import fault
 from posttrain.role.hinted import HintedEpisode
 
 Real = Callable[..., Any]
-SIBLING, ANSWER = ("algorithm=sdpo",), ("algorithm=sdft", "rl.algorithm.hint.weights=now")
+SIBLING, ANSWER = (
+    ("algorithm=sdpo", "rl.algorithm.hint.weights=now"),
+    ("algorithm=sdft", "rl.algorithm.hint.weights=now"),
+)
 
 
 @fault(

@@ -149,6 +149,8 @@ def gradient(loss: torch.Tensor, mind: Mind) -> torch.Tensor:
     return torch.cat([g.ravel() for g in torch.autograd.grad(loss, (mind.far, mind.near))])
 
 
+LIVE = patch(SDPO, "sdpo_now", "2601.20802", hint=Hint())
+"""SDPO whose teacher has the weights of now."""
 TOKENS = patch(OPD, "sdpo_tokens", "2601.20802", hint=Hint(), anchor="start", ratio="one")
 """SDPO of the said tokens alone, as TRL's default: the credit of a token is log teacher - log policy."""
 
@@ -184,7 +186,7 @@ def test_sdpo_is_the_published_loss() -> None:
     """2601.20802: JSD of policy and self-teacher at the tokens of all answers for which another one is right, in
     float64, gradient of the whole model."""
     mind, world = Mind(0), World()
-    _, loss = learned(SDPO, mind, world)
+    _, loss = learned(LIVE, mind, world)
     want = textbook(mind, world, jsd)
     assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=1e-6)
     torch.testing.assert_close(gradient(loss, mind), gradient(want, mind), rtol=1e-5, atol=1e-8)
@@ -218,7 +220,7 @@ def test_behind_an_empty_hint_the_teacher_is_the_policy() -> None:
 def test_a_hint_without_what_it_was_given_is_refused() -> None:
     """An environment that always shows the task's own answer would tell the teacher more than the group knows."""
     with pytest.raises(ConfigError, match="does not hold the answer"):
-        scored(SDPO, Mind(2), World("f"))
+        scored(LIVE, Mind(2), World("f"))
 
 
 def test_a_teacher_of_other_weights_reads_the_hint_too() -> None:
@@ -240,11 +242,11 @@ def test_an_answer_without_a_hint_is_in_no_batch() -> None:
     """Three answers have no other right one beside them: the only right one of `two`, and both of `none`."""
     mind = Mind(5)
     found = {
-        (e.episode.task.id, e.episode.sibling): e.unhinted for g in scored(SDPO, mind, World()) for e in g.episodes
+        (e.episode.task.id, e.episode.sibling): e.unhinted for g in scored(LIVE, mind, World()) for e in g.episodes
     }
     assert {k for k, why in found.items() if why == NOBODY} == {("two", 0), ("none", 0), ("none", 1)}
     assert {k for k, why in found.items() if not why} == {("one", 0), ("one", 1), ("one", 2), ("two", 1)}
-    batch, _ = learned(SDPO, mind, World())
+    batch, _ = learned(LIVE, mind, World())
     hinted = [e for g in groups() for e in g.episodes if not found[e.task.id, e.sibling]]
     assert batch.episodes == 4 and batch.spoken == sum(e.spoken for e in hinted)
 
@@ -256,7 +258,7 @@ def test_the_first_other_right_answer_is_the_hint() -> None:
 
 
 def test_what_the_policy_is_trained_on_has_no_hint() -> None:
-    batch, _ = learned(SDPO, Mind(6), World("g{answer}g"))
+    batch, _ = learned(LIVE, Mind(6), World("g{answer}g"))
     own = {e.segments[0].ids.tobytes() for g in groups() for e in g.episodes}
     assert all(batch.ids_of(e).tobytes() in own for e in range(batch.episodes))
 
@@ -305,7 +307,7 @@ def test_moved_labels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("posttrain.role.hinted.behind", shifted)
     with pytest.raises(InvariantError, match="other tokens than the policy said"):
-        scored(SDPO, Mind(7), World())
+        scored(LIVE, Mind(7), World())
 
 
 # --- what means nothing ----------------------------------------------------------------------------------------------
@@ -316,9 +318,10 @@ def test_moved_labels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (lambda: patch(GRPO, "a", "-", hint=Hint()), "Set rewards=none, or hint=none"),
         (lambda: patch(GRPO, "a", "-", pull=None, hint=Hint()), "nothing here reads one"),
-        (lambda: Reinforce(name="rl", algorithm=SDPO, reference="elsewhere"), "policy's own weights"),
-        (lambda: Reinforce(name="rl", algorithm=SDPO, siblings=1), "at least 2 are needed"),
+        (lambda: Reinforce(name="rl", algorithm=LIVE, reference="elsewhere"), "policy's own weights"),
+        (lambda: Reinforce(name="rl", algorithm=LIVE, siblings=1), "at least 2 are needed"),
         (lambda: Reinforce(name="rl", algorithm=GKD), "Name its model directory"),
+        (lambda: Reinforce(name="rl", algorithm=SDPO), "no moving average is kept"),
     ],
 )
 def test_what_means_nothing_is_refused(make: Any, says: str) -> None:

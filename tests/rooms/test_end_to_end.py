@@ -211,7 +211,7 @@ def test_every_algorithm_learns_something_finite(name: str, tmp_path: Path) -> N
     if any(isinstance(s, BestOf) for s in ALGORITHMS[name].shape):
         words.append("shape.bestof.k=2")
     if ALGORITHMS[name].hint is not None:
-        words.append("env.args.hint=it is {answer}: ")
+        words += ["env.args.hint=it is {answer}: ", "rl.optimizer.ema=0.95"]
     if ALGORITHMS[name].taught:
         teacher = play(tmp_path / "teacher", *mine(tmp_path / "data"))
         assert main(["export", str(teacher), str(tmp_path / "model")]) == 0
