@@ -70,7 +70,7 @@ def test_a_server_that_dies_is_reported_with_its_role() -> None:
     endpoint = Endpoint(own.url, "rollout", patience=Patience(tries=2, first=0.1))
     engine = VLLMServer(policy, endpoint, share=own.folder, timeout=60, ended=own.ended)
     group = own._process.pid
-    subject = subjects.Subject("dying", engine, policy, subjects.HFLearner(policy), *[lambda: None] * 3)  # type: ignore[arg-type]
+    subject = subjects.Subject("dying", engine, policy, subjects.HFLearner(policy), *[lambda: None] * 4)  # type: ignore[arg-type]
 
     async def main() -> None:
         with pytest.raises(EngineError, match="no weights yet"):

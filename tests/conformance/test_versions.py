@@ -43,6 +43,27 @@ def _gaps(subject: Subject, prompt: np.ndarray, said: Iterable[Said]) -> list[np
     return [subject.gap([segment(prompt, s, contract())]) for s in said]
 
 
+async def test_turns_go_on_under_new_weights(subject: Subject) -> None:
+    """In flight: turns stand still while weights come and go on under them. Each token, also of a turn of both
+    versions, agrees with the learner of its own version, so keys and values are computed again."""
+    prompt, wanted = subject.ids(LONG[:60]), contract(max_tokens=120)
+    old = subject.sampler.version
+    with subject.inflight():
+        running = [asyncio.create_task(subject.sampler.generate(prompt, wanted, at)) for at in subject.places(16)]
+        await asyncio.sleep(0.2)
+        await subject.publish(2)
+        said = await asyncio.gather(*running)
+    both = [s for s in said if {old, old + 1} == set(s.version.tolist())]
+    assert len(both) == 16, "weights came in the middle of the turns"
+    assert all((np.diff(s.version) >= 0).all() and len(s.ids) == 120 for s in said)
+    newer = _gaps(subject, prompt, said)
+    await subject.publish(1)
+    older = _gaps(subject, prompt, said)
+    for s, n, o in zip(said, newer, older, strict=True):
+        assert np.where(s.version == old, o, n).max() < LEAST["float32"].worst
+        assert np.where(s.version == old, n, o).mean() > 10 * LEAST["float32"].worst
+
+
 async def _after_an_update(subject: Subject) -> float:
     """Worst gap of what is said after new weights, on a prompt that the old ones have cached."""
     prompt, wanted = subject.ids(LONG), contract()
