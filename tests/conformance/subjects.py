@@ -216,7 +216,7 @@ def _vllm() -> Subject:
     def stale() -> Iterator[None]:
         """One salt for all versions, and a cache that only pretends to have been emptied."""
         reset, salt = engine._engine.reset_prefix_cache, engine._salt
-        engine._engine.reset_prefix_cache = lambda: True
+        engine._engine.reset_prefix_cache = lambda **_: True
         engine._salt = lambda: "one for all"  # type: ignore[method-assign]
         try:
             yield

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from posttrain.core.errors import ConfigError
 from posttrain.core.visible import tell
 from posttrain.engine.vllm import installed
-from posttrain.engine.vllm.start import BACKEND, EXTENSION
+from posttrain.engine.vllm.start import BACKEND, EXTENSION, whole_prompts
 
 PARENT = "POSTTRAIN_PARENT"
 """Environment variable: process id of the run that started this server. The server ends with it."""
@@ -43,7 +43,8 @@ def arguments(given: Sequence[str]) -> list[str]:
     """The given arguments and those that posttrain needs; ConfigError where a needed one was given as well."""
     out = list(given)
     names = {a.partition("=")[0].replace("_", "-") for a in given if a.startswith("--")}
-    for name, value in NEEDED.items():
+    needed = NEEDED | ({"--no-enable-chunked-prefill": None} if whole_prompts() else {})
+    for name, value in needed.items():
         if name in names:
             raise ConfigError(f"{name} is what posttrain decides ({value or 'on'}): leave it out")
         out += [name] if value is None else [name, value]
