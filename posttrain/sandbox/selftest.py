@@ -71,7 +71,7 @@ def selftest(backend: Backend) -> list[str]:
     """The reasons to refuse a backend on this machine; empty if it passed."""
     try:
         worker = begin(backend)
-    except SandboxUnavailableError as error:
+    except (SandboxBroken, SandboxUnavailableError) as error:
         return [str(error)]
     try:
         with bait() as target:

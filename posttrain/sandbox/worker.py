@@ -30,6 +30,8 @@ IDLE_SECONDS = 0.2
 """Seconds in which an idle sandbox without a namespace ends by itself after its control socket is closed."""
 GRACE = 5.0
 """Seconds beyond a job's wall time before the whole sandbox counts as lost."""
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Statuses of a sandbox that was killed, by itself or within bubblewrap."""
 SPILL = 4
 """A program is stopped when a stream is longer than this many times what is kept of it."""
 CHUNK = 65536
@@ -55,7 +57,8 @@ class WorkerMaker(Protocol):
 
 
 def begin(backend: Backend, limits: ProgramLimits | None = None) -> SandboxWorker:
-    """Start a sandbox of a backend, local or remote. SandboxUnavailableError where that fails."""
+    """Start a sandbox of a backend, local or remote. SandboxUnavailableError where that fails, SandboxBroken where it
+    was killed meanwhile."""
     return backend.begin(limits) if isinstance(backend, WorkerMaker) else SandboxWorker(backend, limits)
 
 
@@ -133,11 +136,11 @@ class SandboxWorker:
         except TimeoutError:
             raise SandboxUnavailableError(f"{self.backend.name}: did not start within {START_SECONDS:g} s") from None
         if not said:
-            self._process.wait(GRACE)
+            status = self._process.wait(GRACE)
             why = os.pread(complaints, 4096, 0).decode(errors="replace").strip()
-            raise SandboxUnavailableError(
-                why.splitlines()[-1] if why else f"ended with status {self._process.returncode} at its start"
-            )
+            if not why and status in KILLED:
+                raise SandboxBroken(f"{self.backend.name}: the sandbox was killed at its start")
+            raise SandboxUnavailableError(why.splitlines()[-1] if why else f"ended with status {status} at its start")
         self.notes = json.loads(said)
         if "error" in self.notes:
             raise SandboxUnavailableError(self.notes["error"])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from posttrain.core.types import Task
 from posttrain.role.concurrency import settled
-from posttrain.sandbox.pool import Sandbox
-from posttrain.sandbox.port import ProgramLimits, Ran
+from posttrain.sandbox.backends import Backend, Start
+from posttrain.sandbox.pool import TRIES, Sandbox
+from posttrain.sandbox.port import ProgramLimits, Ran, SandboxBroken
 from posttrain.sandbox.worker import SandboxWorker
 from posttrain.verifier.code.source import Code
 from tests.rooms.sandbox_parts import backend
@@ -74,3 +76,32 @@ async def test_an_ended_session_stops_nobody_elses(one: Sandbox, monkeypatch: py
     ran = await waits
     assert (ran.why, ran.said, ran.lost) == ("ok", "'second'\n", False)
     await second.close()
+
+
+@dataclass
+class KilledAtItsStart:
+    """A backend whose first sandboxes are killed before they are ready, as by somebody who is short of memory."""
+
+    inner: Backend
+    times: int
+    name: str = "killed"
+    processes: bool = False
+    starts: list[str] = field(default_factory=list[str])
+
+    def start(self, control: int, limits: ProgramLimits) -> Start:
+        self.starts.append("")
+        real = self.inner.start(control, limits)
+        killed = replace(real, command=("/bin/sh", "-c", "kill -9 $$"), reports=False)
+        return killed if len(self.starts) <= self.times else real
+
+
+def test_a_sandbox_that_is_killed_at_its_start_is_replaced_and_costs_no_answer() -> None:
+    with Sandbox(KilledAtItsStart(backend("namespaces"), TRIES - 1), workers=1, sessions=1, limits=LIMITS) as box:
+        assert box.run_sync("print(1)").said == "1\n"
+        assert box.counts.lost == TRIES - 1
+    with Sandbox(KilledAtItsStart(backend("namespaces"), TRIES - 1), workers=1, sessions=1, limits=LIMITS) as box:
+        assert box.session().run_sync("print(2)").said == "2\n"
+    always = KilledAtItsStart(backend("namespaces"), 10**6)
+    with Sandbox(always, workers=1, limits=LIMITS) as box, pytest.raises(SandboxBroken, match="killed at its start"):
+        box.run_sync("print(1)")
+    assert len(always.starts) == TRIES
