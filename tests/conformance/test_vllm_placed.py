@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -29,6 +28,7 @@ from posttrain.role.rounding import LEAST
 from posttrain.role.transport import whole_tensors
 from tests.conformance import subjects
 from tests.conformance.test_asked_ahead import ahead
+from tests.conformance.test_server_life import alive, left_in_memory, soon
 from tests.late import nothing_lost_or_doubled, rl_steps
 
 pytestmark = pytest.mark.skipif("vllm-server" not in subjects.ENGINES, reason="needs vLLM: make test-vllm-servers")
@@ -84,6 +84,7 @@ def test_a_vllm_server_that_is_killed_is_replaced_and_asked_again() -> None:
     before, said = left_in_memory(), list[str]()
     pool = engine_pool(run, Processes(engines=1), policy, said.append)
     learner, contract = HFLearner(policy), subjects.contract(max_tokens=40)
+    prompt = np.arange(1, 9, dtype=np.int32)
     first = pool.engines[0].host.pid
     assert first is not None
     (server,) = [p for p in children(first) if os.getpgid(p) == p]
@@ -91,26 +92,21 @@ def test_a_vllm_server_that_is_killed_is_replaced_and_asked_again() -> None:
     async def play() -> list[Said]:
         served = await pool.load(3, whole_tensors(learner.shards()))
         assert served == learner.fingerprint()
-        turns = [asyncio.create_task(pool.generate(np.arange(1, 9, dtype=np.int32), contract, t)) for t in range(8)]
-        await asyncio.sleep(0.1)
+        turns = [asyncio.create_task(pool.generate(prompt, contract, t)) for t in range(64)]
+        await asyncio.sleep(0.05)
         os.killpg(server, signal.SIGKILL)
-        return await asyncio.gather(*turns)
+        return await asyncio.gather(*turns, pool.generate(prompt, contract, 64))
 
     try:
         found = asyncio.run(play())
-        assert all(len(s.ids) == 40 and (s.version == 3).all() and np.isfinite(s.logp).all() for s in found)
+        assert len(found) == 65 and all(
+            len(s.ids) == 40 and (s.version == 3).all() and np.isfinite(s.logp).all() for s in found
+        )
         assert len({s.ids.tobytes() for s in found}) > 1
         assert "engine 0 died: it has ended with exit code -9. Its last words" in said[0]
         assert pool.clock()["engine/deaths"] == 1 and pool.engines[0].host.pid != first
         last = children(pool.engines[0].host.pid or 0)
     finally:
         pool.close()
-    until = time.monotonic() + 30
-    while time.monotonic() < until and (left_in_memory() - before or any(Path(f"/proc/{p}").exists() for p in last)):
-        time.sleep(0.1)
-    assert not left_in_memory() - before, "folders of servers are removed, also of one that was killed"
-    assert last and not any(Path(f"/proc/{p}").exists() for p in last), "and a server ends with its engine"
-
-
-def left_in_memory() -> set[str]:
-    return {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith("posttrain-vllm-")}
+    assert last and soon(lambda: not any(alive(p) for p in last)), "a server ends with its engine"
+    assert soon(lambda: not left_in_memory() - before), "and folders are removed, also of one that was killed"
