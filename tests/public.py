@@ -81,6 +81,7 @@ PUBLIC = {
     " Dialogue PairRenderer Environment EpisodeJudge Tracker",
     "posttrain.role.judging": "ComparingJudge",
     "posttrain.core.shards": "Shard",
+    "posttrain.core.ranks": "Ranks",
     "posttrain.core.scores": "TokenScores",
     "posttrain.core.batch": "Packed Batch",
     "posttrain.core.streams": "Stream",

@@ -110,12 +110,12 @@ def test_verifiers_on_ray_change_no_bit_though_they_are_killed(
     assert len(killed) >= 3 and os.getpid() not in killed
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize(("staleness", "transport"), [(0, "collective"), (2, "shared")])
 def test_engines_on_ray_change_no_bit_though_they_are_killed(
-    staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: RayCluster
+    staleness: int, transport: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: RayCluster
 ) -> None:
     local = played(placed(Local(), staleness, steps=8), tmp_path / "local")
-    run = placed(Ray(engines=2, deaths=KILLS + 2), staleness, steps=8)
+    run = placed(Ray(engines=2, transport=transport, deaths=KILLS + 2), staleness, steps=8)
     assert played(run, tmp_path / "ray") == local
     killer, begin = Killer(7, 0.5, KILLS), EnginePool.__init__
 
