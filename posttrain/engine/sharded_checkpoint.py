@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -29,6 +28,7 @@ from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import named_tensors
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded_reader import IndexReader
 
 ABOUT = "about.json"
 WEIGHTS, STATE = "weights.", "optimizer."
@@ -69,7 +69,7 @@ def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) ->
     state = _state(learner, {n: _blank(learner, n, known[STATE + n]) for n in saved})
     _must_fit(held | state, known, folder)
     with _quiet():
-        load(dict(held | state), checkpoint_id=folder, **_group(learner))
+        load(dict(held | state), storage_reader=IndexReader(folder), **_group(learner))
     found = _digest(held | state)
     if found != about.get("digest"):
         raise RunFolderError(
@@ -110,7 +110,7 @@ def _state(learner: HFLearner, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 def _known(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Dtype and shape of everything in a checkpoint."""
-    listed = FileSystemReader(folder).read_metadata().state_dict_metadata
+    listed = IndexReader(folder).read_metadata().state_dict_metadata
     return {name: kind for name, kind in listed.items() if isinstance(kind, TensorStorageMetadata)}
 
 
