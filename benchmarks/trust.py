@@ -43,6 +43,7 @@ from posttrain.checks import (
     fresh,
     frozen,
     generative,
+    hint,
     loss,
     measured,
     outcomes,
@@ -104,6 +105,7 @@ EVERY_STEP = (
     *(asked_ahead.versions_only_grow, asked_ahead.promised_as_begun, asked_ahead.ages_as_stamped),
     *(asked_ahead.unchanged_in_the_queue, asked_ahead.learned_before, asked_ahead.pushed_between_steps),
     *(fresh.start_is_the_learner, fresh.FreshCheck),
+    hint.teacher_scores,
     *(measured.measured_right, resume.goes_on, resume.came_back),
     *(preference_data.sides_are_as_judged, preference_data.completion_ends_once, preference_data.sides_share_a_prompt),
     *(preference_data.tokens_are_as_judged, preference_reference.reference_says),
@@ -448,8 +450,8 @@ def page(data: dict[str, Any]) -> str:
         "",
         (
             f"{len(caught)} real bugs, collected from the issue trackers of other frameworks, can be planted into the"
-            f" real code path, each as one replaced function. {len(found)} of them ({len(found) / len(caught):.0%}) are"
-            f" caught within {STEPS} steps of a tiny run, {before} before its first step; the median step is"
+            f" real code path, each as one replaced function. {len(found)} of them"
+            f" ({100 * len(found) / len(caught):.1f}%) are caught within {STEPS} steps of a tiny run, {before} before its first step; the median step is"
             f" {sorted(c['step'] for c in found)[len(found) // 2]}. {len(runs) - len(tripped)} of {len(runs)} healthy"
             " runs trip nothing."
         ),

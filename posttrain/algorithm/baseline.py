@@ -39,6 +39,7 @@ from posttrain.core.pieces.baseline import (
     Zero,
 )
 from posttrain.core.pieces.implicit import ImplicitOthers
+from posttrain.core.pieces.moving import SourceEma
 from posttrain.core.scored import Scored
 from posttrain.core.spread import rounding, spread
 from posttrain.core.streams import ENERGY, START, VALUE
@@ -79,7 +80,8 @@ def _(b: Zero | ToGo, siblings: Siblings) -> tuple[Array, float]:
     return siblings.rewards, siblings.ema
 
 
-@centred.register
+@centred.register(Ema)
+@centred.register(SourceEma)
 def _(b: Ema, siblings: Siblings) -> tuple[Array, float]:
     before: list[float] = []
     ema = siblings.ema

@@ -67,6 +67,8 @@ class RecordedFacts:
         if a.stores_top > self.top:
             stored = f"{self.top} were" if self.top else "none were"
             return f"reads the sampler's {a.stores_top} most probable tokens, and {stored} stored: clip.top stores them"
+        if a.hint is not None:
+            return "its teacher reads prompts with a hint, which only a run's own environment writes"
         if (a.distill is not None or a.rewards == "none") and not self.teacher:
             return "learns from a teacher, and the stage names none: reference=PATH does"
         if a.baseline.moving and not (a == self.own and self.remembered) and (a.shape or "reference" in a.reads):

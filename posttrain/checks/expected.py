@@ -71,6 +71,7 @@ NEUTRAL = {
         "entropy",
         "curriculum",
         "rewards",
+        "hint",
         "step_scale",
     },
 }

@@ -13,6 +13,7 @@ from posttrain.checks.draws import Bets, DrawsCheck
 from posttrain.checks.fresh import FreshCheck
 from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.generative import JudgingCheck, VotesCheck
+from posttrain.checks.hint import HintCheck
 from posttrain.checks.history import StageHistory
 from posttrain.checks.imitation import ImitationCheck
 from posttrain.checks.live import LiveRules
@@ -55,6 +56,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         CreditCheck(),
         ImplicitCheck(),
         SamplerCheck(fresh=not steps),
+        HintCheck(),
         TaskCheck(),
         AheadCheck(kept.get("ahead", {}) if steps else None),
         ReplayCheck(kept.get("replayed", {}) if steps else None),

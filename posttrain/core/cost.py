@@ -77,7 +77,7 @@ def _generation(a: Algorithm) -> list[str]:
 
 def _memory(a: Algorithm) -> list[str]:
     out: list[str] = []
-    if a.reads & {"reference", "teacher"}:
+    if a.reads & {"reference", "teacher"} and not a.own_teacher:
         out.append("a copy of the weights")
     if "values" in a.reads:
         out.append("a value head")

@@ -29,7 +29,9 @@ from posttrain.core.pieces.baseline import (
     Value,
 )
 from posttrain.core.pieces.correction import Mask, NegativeMask, Truncate
+from posttrain.core.pieces.hint import Hint
 from posttrain.core.pieces.implicit import ImplicitOthers
+from posttrain.core.pieces.moving import SourceEma
 from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import BestOf, Overlong, Signed
 from posttrain.core.pieces.step import EffectiveSize
@@ -58,6 +60,7 @@ def _patch(parent: Algorithm, name: str, paper: str, **changes: Any) -> Algorith
 
 REINFORCE    = Algorithm(name="reinforce", paper="Williams 1992")
 EMA          = _patch(REINFORCE, "reinforce_ema", "Williams 1992", baseline=Ema(decay=0.95))
+RAE          = _patch(EMA,       "rae",          "2506.24119", baseline=SourceEma())
 RLOO         = _patch(REINFORCE, "rloo",         "2402.14740", baseline=Others(),
                                                                pull=KL(coef=0.03, estimator="k1", placement="reward"))
 REMAX        = _patch(REINFORCE, "remax",        "2310.10505", baseline=Greedy())
@@ -169,6 +172,10 @@ MOPD         = _patch(OPD,       "mopd",         "2601.02780", ratio="one", anch
                                                                correction=(Mask(low=0.2, high=5.0),))
 GKD          = _patch(REINFORCE, "gkd",          "2306.13649", rewards="none", distill=Distill(beta=0.5),
                                                                aggregate="token_mean")
+SDPO         = _patch(GKD,       "sdpo",         "2601.20802", distill=Distill(beta=0.5, top=100),
+                                                               hint=Hint(weights="average"))
+SDFT         = _patch(SDPO,      "sdft",         "2601.19897", hint=Hint(of="answer", weights="start"),
+                                                               aggregate="sequence_mean")
 
 # fmt: on
 LADDER: dict[str, Algorithm] = {a.name: a for a in list(globals().values()) if isinstance(a, Algorithm)}

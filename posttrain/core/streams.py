@@ -178,6 +178,8 @@ class Scoring:
     """Optimizer steps that will be taken on these tokens."""
     implicit: Scorer | None = None
     """The implicit process reward model, where the algorithm reads one."""
+    hinted: Packed | None = None
+    """The same spoken tokens behind the prompts that the teacher reads; None: it reads the policy's."""
 
     @property
     def reference(self) -> Examiner:
@@ -187,6 +189,11 @@ class Scoring:
                 " one, or take the pieces away that read it"
             )
         return self.frozen
+
+    @property
+    def read(self) -> Packed:
+        """What the reference reads."""
+        return self.packed if self.hinted is None else self.hinted
 
 
 START = Stream(
@@ -260,13 +267,13 @@ def _implicit(s: Scoring) -> tuple[np.ndarray]:
 
 def _teacher(s: Scoring) -> tuple[np.ndarray, np.ndarray]:
     assert s.algorithm.distill is not None
-    top = s.reference.top(s.packed, s.algorithm.distill.top)
+    top = s.reference.top(s.read, s.algorithm.distill.top)
     return top.ids, top.logp
 
 
 SCORED: list[Maker[Scoring]] = [
     Maker((START,), _start_is_scored, lambda s: (s.learner.score(s.packed),)),
-    Maker((REFERENCE,), lambda s: "reference" in s.algorithm.reads, lambda s: (s.reference.score(s.packed),)),
+    Maker((REFERENCE,), lambda s: "reference" in s.algorithm.reads, lambda s: (s.reference.score(s.read),)),
     Maker((VALUE,), lambda s: "values" in s.algorithm.reads, lambda s: (s.learner.value(s.packed),)),
     Maker((ENTROPY,), lambda s: "entropy" in s.algorithm.reads, lambda s: (s.learner.entropy(s.packed),)),
     Maker((ENERGY,), lambda s: "energy" in s.algorithm.reads, lambda s: (s.learner.energy(s.packed),)),

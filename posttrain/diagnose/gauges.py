@@ -279,6 +279,12 @@ REGISTRY: dict[str, Definition] = {
         "nats",
         "the dtype's noise",
     ),
+    "canary/teacher_gap": Definition(
+        "largest difference between the log-probs that a teacher with a hint gave in the step and those that it gives "
+        "an answer alone",
+        "nats",
+        "the dtype's noise",
+    ),
     "canary/opponent_gap": Definition(
         "largest departure of the log-prob of what an opponent said from pi^(1 - share) ref^share",
         "nats",
@@ -353,6 +359,11 @@ REGISTRY: dict[str, Definition] = {
     ),
     "policy/kl_reference": Definition(
         "k3 distance of the policy from the reference, mean over tokens", "nats", "0 at first, rises slowly"
+    ),
+    "teacher/hinted": Definition(
+        "share of the judged answers behind whose prompt the teacher was shown a hint; the others have no gradient",
+        "share",
+        "of siblings: rises with the pass rate, and at 0 nothing is learned; of answers: 1",
     ),
     "policy/entropy": Definition(
         "entropy of the next-token distribution, mean over spoken tokens",

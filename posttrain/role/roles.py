@@ -23,6 +23,7 @@ from posttrain.core.stage import Stage
 from posttrain.core.step_labels import StepLabeling
 from posttrain.role.events import Observers
 from posttrain.role.group_queue import GroupSource
+from posttrain.role.hinted import Hints
 from posttrain.role.implicit import ImplicitModel
 from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
@@ -231,7 +232,10 @@ class ReinforceRoles(StageRoles[Reinforce]):
     """Other environments on which the run or a later stage is evaluated. Their held-out tasks must not be trained on
     either."""
     own_reference: bool = True
-    """Whether the reference began as a copy of the policy, so that their KL is 0 before the first step."""
+    """Whether the reference began as a copy of the policy and reads what it does, so that their KL is 0 before the
+    first step."""
+    hints: Hints | None = None
+    """What the reference reads instead of the policy's prompts, where the algorithm has a hint."""
 
     @property
     def stream(self) -> str:

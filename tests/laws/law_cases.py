@@ -29,6 +29,7 @@ Case = tuple[Algorithm, Book]
 THE_LADDER: list[Case] = [
     (ladder.REINFORCE, t.reinforce),
     (ladder.EMA, t.reinforce_ema),
+    (ladder.RAE, t.reinforce_ema),
     (ladder.RLOO, t.rloo),
     (ladder.REMAX, t.remax),
     (ladder.OPO, t.opo),
@@ -91,6 +92,8 @@ THE_LADDER: list[Case] = [
     (ladder.IW_OPD, s.iw_opd),
     (ladder.MOPD, s.mopd),
     (ladder.GKD, f.gkd(0.5)),
+    (ladder.SDPO, f.gkd(0.5)),
+    (ladder.SDFT, s.sdft),
 ]
 """With the defaults of each line. Clip-Cov's share of 2e-4 silences nothing in a step this small."""
 

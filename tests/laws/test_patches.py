@@ -66,6 +66,7 @@ from posttrain.core.pieces.baseline import (
 )
 from posttrain.core.pieces.correction import BinaryKL, Mask, NegativeMask, Reject, Truncate, Veto
 from posttrain.core.pieces.implicit import ImplicitOthers
+from posttrain.core.pieces.moving import SourceEma
 from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import (
     BestOf,
@@ -204,6 +205,7 @@ NUMBERS: list[tuple[type, dict[str, Any]]] = [
     *[(FutureKL, n) for n in ({"low": 2.0}, {"band_low": -0.1}, {"half_life": 0.0}, {"loud": 0.0}, {"ignore": 0.0})],
     *[(Hump, n) for n in ({"k": 0.0}, {"fade": 0.0}, {"k_negative": 0.0}, {"fade_negative": -1.0})],
     (Ema, {"decay": 1.0}),
+    (SourceEma, {"decay": 1.0}),
     (SoftMean, {"tau": 0.0}),
     *[(AnchorMean, n) for n in ({"gamma": 1.5}, {"omega": 0.0}, {"by": "text"})],
     (TurnMean, {"outcome": -1.0}),
@@ -304,13 +306,13 @@ def test_lineage_ends_with_the_last_patch() -> None:
 
 READS = {
     "": (
-        "reinforce reinforce_ema remax opo gpg opmd pkpo maxrl_success topr aipo scalerl dppo prime_rl dppo_kl dppo_top"
-        " a3po"
+        "reinforce reinforce_ema rae remax opo gpg opmd pkpo maxrl_success topr aipo scalerl dppo prime_rl dppo_kl"
+        " dppo_top a3po"
     ),
     "energy": "otb",
     "energy start": "vcpo",
     "reference": "rloo opd iw_opd",
-    "teacher": "gkd",
+    "teacher": "gkd sdpo sdft",
     "start values": "ppo dual_clip v_trace vapo",
     "implicit reference start": "prime",
     "reference start": (

@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,6 +19,7 @@ import pytest
 pytest.importorskip("ray")
 
 from posttrain.core import reader
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, EngineError
 from posttrain.core.placement import Local, Ray
 from posttrain.core.types import Said
@@ -27,10 +29,14 @@ from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.hosted import EngineFacts, EngineStart
 from posttrain.engine.pool.ray_host import RayCluster, RayHost
+from posttrain.verifier.workers.ray_worker import RayWorker
+from tests.killing import REWARD
 from tests.laws.test_placement import Killer, placed, played
 from tests.rooms.pool_parts import PLAIN, KnownSampler, Refuses, known, prompt
 
-KILLS = int(os.environ.get("POSTTRAIN_SWEEP_KILLS", "3"))
+KILLS = int(os.environ.get("POSTTRAIN_SWEEP_KILLS", "1"))
+"""Actors of a case that are killed at least, in as many runs as that takes, `AT_ONCE` in a run at most."""
+AT_ONCE = 5
 
 
 @pytest.fixture(scope="module")
@@ -83,26 +89,52 @@ def test_a_start_that_fails_tells_its_cause(cluster: RayCluster) -> None:
         actor_pool(cluster, partial(Refuses, "exits"))
 
 
+def test_verifiers_on_ray_change_no_bit_though_they_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: RayCluster
+) -> None:
+    """Every fortieth question kills its actor, and is asked again from a new one."""
+    (file := tmp_path / "length.py").write_text(REWARD)
+    run = placed(Local(), 0, steps=4)
+    run = replace(run, env=replace(run.env, rewards=(Reward(function=f"{file}:length", workers=2),)))
+    local = played(run, tmp_path / "local")
+    asked, killed, ask = Counter[str](), set[int](), RayWorker.ask
+
+    def deadly(self: RayWorker, request: bytes) -> dict[str, Any]:
+        asked["all"] += 1
+        if asked["all"] % 40 == 39:
+            killed.add(self.processes[0])
+            os.kill(self.processes[0], signal.SIGKILL)
+        return ask(self, request)
+
+    monkeypatch.setattr(RayWorker, "ask", deadly)
+    assert played(replace(run, placement=Ray(engines=1, verifiers=True)), tmp_path / "ray") == local
+    print(f"{len(killed)} of the verifiers' actors killed, {asked['all']} questions")
+    assert len(killed) >= 3 and os.getpid() not in killed
+
+
 @pytest.mark.parametrize(("staleness", "transport"), [(0, "collective"), (2, "shared")])
 def test_engines_on_ray_change_no_bit_though_they_are_killed(
     staleness: int, transport: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: RayCluster
 ) -> None:
     local = played(placed(Local(), staleness, steps=8), tmp_path / "local")
-    run = placed(Ray(engines=2, transport=transport, deaths=KILLS + 2), staleness, steps=8)
+    run = placed(Ray(engines=2, transport=transport, deaths=AT_ONCE + 2), staleness, steps=8)
     assert played(run, tmp_path / "ray") == local
-    killer, begin = Killer(7, 0.5, KILLS), EnginePool.__init__
+    killed, begin = 0, EnginePool.__init__
+    while killed < KILLS:
+        killer, folder = Killer(7 + killed, 0.5, min(AT_ONCE, max(3, KILLS - killed))), tmp_path / f"killed-{killed}"
 
-    def watched(self: EnginePool, *args: object, **kwargs: object) -> None:
-        begin(self, *args, **kwargs)  # type: ignore[arg-type]
-        killer.pools.append(self)
+        def watched(self: EnginePool, *args: object, killer: Killer = killer, **kwargs: object) -> None:
+            begin(self, *args, **kwargs)  # type: ignore[arg-type]
+            killer.pools.append(self)
 
-    monkeypatch.setattr(EnginePool, "__init__", watched)
-    killer.thread.start()
-    try:
-        assert played(replace(run), tmp_path / "killed") == local
-    finally:
-        killer.over.set()
-        killer.thread.join()
-    told = sum(s.clock.get("engine/deaths", 0) for s in reader.steps(tmp_path / "killed"))
-    print(f"{killer.killed} actors killed, {told:g} told in the record")
-    assert killer.killed
+        monkeypatch.setattr(EnginePool, "__init__", watched)
+        killer.thread.start()
+        try:
+            assert played(replace(run), folder) == local
+        finally:
+            killer.over.set()
+            killer.thread.join()
+        told = sum(s.clock.get("engine/deaths", 0) for s in reader.steps(folder))
+        print(f"{killer.killed} actors killed, {told:g} told in the record", flush=True)
+        assert killer.killed, "a run in which nobody could be killed"
+        killed += killer.killed

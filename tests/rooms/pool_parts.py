@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core import seeds
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, EndpointError
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Stop
@@ -192,8 +192,29 @@ class Refuses(KnownSampler):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def process_pool(engine: Any = KnownSampler, count: int = 1, timeout: float = 60.0, **how: Any) -> EnginePool:
-    start = pickle.dumps(EngineStart(engine, ParcelReceiver))
+class Ends(KnownSampler):
+    """Its server dies in every process but those begun after `file` was made, at the first turn."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self._file, self._why = file, ""
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        if not os.path.exists(self._file):
+            open(self._file, "w").close()
+            self._why = "its server has ended"
+        if self._why:
+            raise EndpointError("rollout: no connection", "rollout", None)
+        return await super().generate(ids, sampling, place)
+
+    def ended(self) -> str:
+        return self._why
+
+
+def process_pool(
+    engine: Any = KnownSampler, count: int = 1, timeout: float = 60.0, receiver: Any = ParcelReceiver, **how: Any
+) -> EnginePool:
+    start = pickle.dumps(EngineStart(engine, receiver))
 
     def new(number: int) -> tuple[ProcessHost, Future[EngineFacts]]:
         host = ProcessHost(f"engine {number}", start, threads=1, cores=None)

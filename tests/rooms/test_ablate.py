@@ -127,7 +127,7 @@ def test_every_algorithm_is_evaluated_or_named_with_its_reason(everything: Ablat
     rows, refused = {r.name: r for r in everything.rows}, dict(everything.refused)
     assert {*rows, *refused} == set(LADDER) and not {*rows} & {*refused}
     learned = {"ppo", "dual_clip", "v_trace", "vapo"}
-    taught = {"opd", "iw_opd", "mopd", "gkd"}
+    taught = {"opd", "iw_opd", "mopd", "gkd", "sdpo", "sdft"}
     assert {*refused} == {"remax", "luffy", "chord", "dppo_top", "prime"} | learned | taught
     assert "greedy answer" in refused["remax"] and "values" in refused["ppo"] and "demonstrations" in refused["luffy"]
     assert "implicit process reward model" in refused["prime"]

@@ -185,6 +185,11 @@ def test_refusals(override: str, message: str) -> None:
     assert message in refused(override)
 
 
+def test_a_setting_of_another_choice_says_whose_it_is() -> None:
+    said = "engine.sleep: VLLM has no such setting; engine=embedded has: choose that, or leave it out"
+    assert said in refused("engine=vllm", "engine.sleep=true")
+
+
 def test_parts_of_nothing_say_how_to_get_it() -> None:
     assert "rl.algorithm.pull is none; choose it first, for example rl.algorithm.pull=kl" in refused(
         "algorithm=dapo", "pull.coef=1"
@@ -236,7 +241,8 @@ def test_what_is_asked_for_is_what_is_there(name: str, high: float, steps: int) 
         f"rl.steps={steps}",
         *([f"clip.high={high!r}"] if LADDER[name].clip == Clip() else []),
     ]
-    words += ["rl.reference=teacher"] if LADDER[name].rewards == "none" else []
+    words += ["rl.reference=teacher"] if LADDER[name].taught else []
+    words += ["rl.optimizer.ema=0.95"] if LADDER[name].own_teacher else []
     stage = rl(*words)
     assert stage.steps == steps and stage.algorithm.lineage()[0].name == "reinforce"
     if LADDER[name].clip == Clip():

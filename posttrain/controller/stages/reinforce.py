@@ -26,9 +26,11 @@ from posttrain.core.queued import QUEUE, REPLAY, QueuedGroup, load_groups, save_
 from posttrain.core.run import Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import starts
+from posttrain.role.average import AveragePolicy
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import RestoredEvent
 from posttrain.role.group_queue import GroupQueue, GroupSource, Waves
+from posttrain.role.hinted import Hints
 from posttrain.role.implicit import ImplicitModel
 from posttrain.role.pack import batch_algebra
 from posttrain.role.prompts import Prompts
@@ -178,8 +180,16 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             implicit=implicit,
             adaptive=state.memory,
             other_environments=parts.other_environments(stage),
-            own_reference=stage.reference is None,
+            own_reference=stage.reference is None and stage.algorithm.hint is None,
+            hints=self._hints(),
         )
+
+    def _hints(self) -> Hints | None:
+        how = self.stage.algorithm.hint
+        if how is None:
+            return None
+        average = AveragePolicy(self.parts.learner, self.trainer.optimizer) if how.weights == "average" else None
+        return Hints(how, self.setting.rollout, average)
 
     def _groups(self, prompts: Prompts, sampling: Sampling) -> GroupSource:
         """Groups are played for the step that learns from them, or ahead of it."""
@@ -220,7 +230,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         """The frozen model the algorithm reads: a named one, or the policy as the stage began or as it was last
         refreshed with."""
         parts = self.parts
-        if not self.stage.algorithm.reads & {"reference", "teacher"}:
+        if not self.stage.algorithm.reads & {"reference", "teacher"} or self.stage.algorithm.own_teacher:
             return None
         if self.stage.reference is not None and not self.state.reference:
             return parts.teacher(self.stage.reference)

@@ -40,6 +40,7 @@ _NONE = {
     "imitate": "no imitation",
     "shown": "every sibling is the policy's",
     "distill": "no distillation",
+    "hint": "the teacher reads the policy's own prompt",
     "step_scale": "every step uses the whole learning rate",
 }
 """The meaning of a choice that is none."""
@@ -93,6 +94,7 @@ def formulas(a: Algorithm) -> list[tuple[str, str]]:
         ("entropy", a.entropy),
         ("imitate", a.imitate),
         ("distill", a.distill),
+        ("teacher", a.hint),
         ("step", a.step_scale),
         ("shown", a.shown),
         ("filter", a.filter and formula("filter", a.filter)),
