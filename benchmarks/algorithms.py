@@ -52,6 +52,8 @@ why."""
 
 TURNS = ("mt_grpo", "gigpo")
 """Lines that differ from others only where an episode has several turns."""
+HINTED = tuple(name for name, a in LADDER.items() if a.hint is not None)
+"""Lines whose teacher is shown a hint. This start has never seen one, so `benchmarks/hints.py` measures them apart."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def play(name: str, seed: int, steps: int, model: Path, folder: Path) -> Row:
     stage = base.stage("rl")
     assert isinstance(stage, Reinforce)
     chosen = REGIME[name][0] if name in REGIME else LADDER[name]
-    reference = teacher(seed, steps, model, folder) if LADDER[name].rewards == "none" else None
+    reference = teacher(seed, steps, model, folder) if LADDER[name].taught else None
     stage = replace(
         stage,
         algorithm=chosen,
@@ -188,6 +190,11 @@ def page(rows: list[Row], steps: int) -> str:
     ]
     if absent := [f"`{n}`" for n in TURNS if n not in names]:
         lines.append(f"- {' and '.join(absent)} credit the turns of an episode, and these answers are of one turn.")
+    if absent := [f"`{n}`" for n in HINTED if n not in names]:
+        lines.append(
+            f"- {' and '.join(absent)} learn from a policy that is shown a hint, and this start has never seen one:"
+            " measured apart, after an SFT with hints (`python -m benchmarks.hints`, LOG.md)."
+        )
     lines += [*(f"- `{name}` {why}." for name, (_, why) in REGIME.items() if name in names)]
     lines += (
         [
@@ -230,7 +237,9 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
-        "--only", default=",".join(n for n in LADDER if n not in TURNS), help="comma-separated algorithm names"
+        "--only",
+        default=",".join(n for n in LADDER if n not in (*TURNS, *HINTED)),
+        help="comma-separated algorithm names",
     )
     parser.add_argument("--dry", action="store_true", help="print the table, write nothing")
     parser.add_argument(

@@ -56,9 +56,11 @@ PART = 100
 """Runs that the same processes play, before new ones take over: what a run leaves behind in memory goes with them."""
 RL_LR = 5e-4
 """What the recipes have; a run's lies up to ten times above or below."""
-TEACHERS = tuple(name for name, a in LADDER.items() if a.rewards == "none")
+TEACHERS = tuple(name for name, a in LADDER.items() if a.taught)
 SHOWN = tuple(name for name, a in LADDER.items() if a.shown is not None)
 """They learn from demonstrations, which no truncated sampler drew."""
+HINTED = tuple(name for name, a in LADDER.items() if a.hint is not None)
+"""Their teachers read hints, which most of the drawn environments do not write."""
 BEST = tuple(name for name, a in LADDER.items() if any(isinstance(s, BestOf) for s in a.shape))
 """They compare the best of four."""
 TURNS = ("mt_grpo", "gigpo")
@@ -109,7 +111,7 @@ def draw(seed: int, index: int, ahead: bool = False, attempt: int = 0) -> Drawn:
 
     recipe = one(*RECIPES, p=RECIPES.values())
     several = recipe in ("calculator", "shop")
-    algorithm = one(*(name for name in LADDER if several or name not in TURNS))
+    algorithm = one(*(name for name in LADDER if (several or name not in TURNS) and name not in HINTED))
     dtype = one("float32", "bfloat16", p=(0.88, 0.12))
     arch, heads = one("qwen3", "llama", "gemma", "gpt2", p=(0.4, 0.2, 0.2, 0.2)), one(2, 4)
     prompts, minibatches = one((2, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3), (8, 1), (8, 2), (8, 4))

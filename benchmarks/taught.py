@@ -25,7 +25,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.healthy import BEST, ROOT, SHOWN, TEACHERS, TURNS
+from benchmarks.healthy import BEST, HINTED, ROOT, SHOWN, TEACHERS, TURNS
 from benchmarks.situations import SENTENCES, Setting, Stage
 from posttrain.core import reader, seeds
 from posttrain.core.ladder import LADDER
@@ -33,7 +33,7 @@ from posttrain.diagnose.said import findings_of
 
 RESULTS = ROOT / "benchmarks/results/taught.json"
 LR = 5e-4
-ALGORITHMS = tuple(n for n in LADDER if n not in (*TEACHERS, *TURNS, *SHOWN))
+ALGORITHMS = tuple(n for n in LADDER if n not in (*TEACHERS, *HINTED, *TURNS, *SHOWN))
 WORLDS = (
     Setting("max", "so ", "qwen3", 32, 8, 8, "grpo", LR, 50),
     Setting("min", "= ", "llama", 40, 8, 8, "grpo", LR, 51),

@@ -43,8 +43,10 @@ from posttrain.checks import (
     fresh,
     frozen,
     generative,
+    hint,
     loss,
     measured,
+    outcomes,
     preference_data,
     preference_loss,
     preference_online,
@@ -103,6 +105,7 @@ EVERY_STEP = (
     *(asked_ahead.versions_only_grow, asked_ahead.promised_as_begun, asked_ahead.ages_as_stamped),
     *(asked_ahead.unchanged_in_the_queue, asked_ahead.learned_before, asked_ahead.pushed_between_steps),
     *(fresh.start_is_the_learner, fresh.FreshCheck),
+    hint.teacher_scores,
     *(measured.measured_right, resume.goes_on, resume.came_back),
     *(preference_data.sides_are_as_judged, preference_data.completion_ends_once, preference_data.sides_share_a_prompt),
     *(preference_data.tokens_are_as_judged, preference_reference.reference_says),
@@ -110,6 +113,7 @@ EVERY_STEP = (
     *(ranking.score_reaches, ranking.sides_share_their_prompt, ranking.reads_the_end),
     *(reward_models.holds_what_was_trained, reward_models.reads_the_last_token, reward_models.scores_hold),
     *(generative.shows_no_verdict, generative.order_is_random, generative.votes_are_counted),
+    *(outcomes.scored_first, outcomes.scored_alone, outcomes.outcomes_agree),
     *(preference_online.tokens_are_as_sampled, preference_online.opponents_play, preference_online.opponent_says),
     *(rejection.kept_was_played, rejection.kept_passes, rejection.kept_once, rejection.imitates_kept),
     *(rejection.begins_with_its_weights, rejection.nothing_is_lost, regenerated.goes_on_from_its_step),
@@ -121,6 +125,7 @@ SECOND_OPINIONS = (
     loss.entropy_and_value_agree,
     preference_loss.preference_loss_agrees,
     ranking.loss_is,
+    outcomes.outcome_loss_agrees,
     update.update_agrees,
 )
 """What the page lists of `posttrain/checks`."""
@@ -274,7 +279,7 @@ def with_new(folder: Path) -> dict[str, Any]:
         found = catch(FAULTS[name], model, folder / name)
         before[name] = None if found is None else asdict(found)
         print(f"{name}: {'NOT CAUGHT' if found is None else f'{found.detector}, step {found.step}'}", flush=True)
-    return {**data, "caught": {name: before[name] for name in FAULTS}}
+    return {**data, "caught": {name: before[name] for name in FAULTS}, "understood": coverage()}
 
 
 def ahead(folder: Path, staleness: int, known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -445,8 +450,8 @@ def page(data: dict[str, Any]) -> str:
         "",
         (
             f"{len(caught)} real bugs, collected from the issue trackers of other frameworks, can be planted into the"
-            f" real code path, each as one replaced function. {len(found)} of them ({len(found) / len(caught):.0%}) are"
-            f" caught within {STEPS} steps of a tiny run, {before} before its first step; the median step is"
+            f" real code path, each as one replaced function. {len(found)} of them"
+            f" ({100 * len(found) / len(caught):.1f}%) are caught within {STEPS} steps of a tiny run, {before} before its first step; the median step is"
             f" {sorted(c['step'] for c in found)[len(found) // 2]}. {len(runs) - len(tripped)} of {len(runs)} healthy"
             " runs trip nothing."
         ),

@@ -102,7 +102,7 @@ class ArmRow:
 def run_of(arm: str, rate: str, seed: int, model: Path, steps: int | None = None) -> Run:
     """The run of one arm. The teacher of a line that learns from one is made beside the start."""
     algorithm, old = WORKS[rate][arm], rate == "stale"
-    taught = algorithm.rewards == "none"
+    taught = algorithm.taught
     reference = teacher(seed, TEACHING, model, model.parent / f"teacher-{seed}") if taught else None
     batch = {"prompts": PROMPTS, "siblings": SIBLINGS, "minibatches": MINIBATCHES, "epochs": EPOCHS}
     more: dict[str, Any] = {**(updates_stale.BATCH if old else batch), "reference": reference}

@@ -140,6 +140,7 @@ def algorithms() -> Iterator[Play]:
     needs = {
         "opd": ("rl.reference={teacher}",),
         "gkd": ("rl.reference={teacher}",),
+        "sdpo": ("rl.optimizer.ema=0.95",),
         "grpo_process": ("env.args.judge_steps=true",),
         "vapo": ("rl.baseline.warmup=1",),
     }

@@ -40,9 +40,12 @@ PUBLIC = {
     "posttrain.core.pieces.piece": "Piece",
     "posttrain.core.pieces.baseline": "Baseline Zero ToGo Ema GroupMean Others LengthMean EnergyMean OffPolicyMean"
     " SoftMean SecondBest Greedy StepMean TurnMean AnchorMean Value",
+    "posttrain.core.pieces.implicit": "ImplicitOthers",
     "posttrain.core.pieces.trust": "TrustRegion Clip Cap Taper Soft Geometric Divergence FutureKL Hump",
     "posttrain.core.pieces.pull": "Pull KL SequenceL2 TokenL2",
     "posttrain.core.pieces.step": "StepScale EffectiveSize",
+    "posttrain.core.pieces.hint": "Hint",
+    "posttrain.core.pieces.moving": "SourceEma",
     "posttrain.core.pieces.correction": "Correction Truncate Mask BinaryKL Reject Veto NegativeMask",
     "posttrain.core.pieces.shape": "Shaping Signed Overlong DropTruncated BestOf RankLength TargetLength RateLength"
     " Cosine Repetition Gate RelativeLength",

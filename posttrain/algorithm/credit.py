@@ -14,8 +14,9 @@ Worked example, rewards [1, 0, 0, 1] of one prompt: groupmean [.5, -.5, -.5, .5]
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -34,7 +35,14 @@ from posttrain.core.streams import VALUE
 from posttrain.core.verdict import size
 
 
-def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, ema: float) -> Credit:
+def credit_step(
+    a: Algorithm,
+    groups: Sequence[ScoredGroup],
+    *,
+    max_tokens: int,
+    ema: float,
+    emas: Mapping[str, float] = MappingProxyType({}),
+) -> Credit:
     """Credit of every spoken token of a step, computed over whole groups.
 
     Args:
@@ -42,6 +50,7 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
         groups: groups with their judged episodes scored; a group may have none.
         max_tokens: L_max of the sampling contract (`Overlong`, `Cosine`).
         ema: the moving baseline before this step (`Ema`); other baselines return it unchanged.
+        emas: that of each source of tasks, where there is one for each.
 
     Raises:
         InvariantError: a stream that the algorithm reads is missing.
@@ -53,7 +62,8 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
         raw, silent_P = [x for found in found_P for x in found.credit], [found.silent for found in found_P]
         returns = [x for found in found_P for x in found.returns or [None] * len(found.credit)]
     else:
-        raw, silent_P, ema = _by_samples(a, samples_P, groups, ema)
+        raw, silent_P, moving = _by_samples(a, samples_P, groups, {**emas, ALL: ema})
+        ema, emas = moving.pop(ALL), moving
     flat = [s for samples in samples_P for s in samples]
     final = (
         raw
@@ -73,7 +83,12 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
             for g, samples, silent in zip(groups, samples_P, silent_P, strict=True)
         ),
         ema,
+        emas,
     )
+
+
+ALL = "*"
+"""Key of the moving baseline of all tasks."""
 
 
 def without_credit(credit: Credit) -> Credit:
@@ -97,6 +112,7 @@ def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
     terms = sizes(a.shape, raw, terms, episodes, max_tokens)
     if a.baseline.greedy and (group.group.greedy is None or group.group.greedy.reward is None):
         dropped = ["the greedy answer was not judged"] * len(episodes)
+    dropped = [why or s.unhinted for why, s in zip(dropped, group.episodes, strict=True)]
     paid = [np.zeros(e.spoken) if a.rewards == "none" else earned(e) for e in episodes]
     rows = zip(group.episodes, rewards, terms, paid, dropped, strict=True)
     return [Sample(s, float(r), float(t), penalty(a, s), paid_T, why) for s, r, t, paid_T, why in rows]
@@ -125,16 +141,16 @@ def _credit_noise(a: Algorithm, s: Sample, credit_T: Array) -> float:
 
 
 def _by_samples(
-    a: Algorithm, samples_P: Sequence[Sequence[Sample]], groups: Sequence[ScoredGroup], ema: float
-) -> tuple[list[Array], list[bool], float]:
-    """Credit [T] of every sample, from its reward and those of its siblings.
+    a: Algorithm, samples_P: Sequence[Sequence[Sample]], groups: Sequence[ScoredGroup], emas: Mapping[str, float]
+) -> tuple[list[Array], list[bool], dict[str, float]]:
+    """Credit [T] of every sample, from its reward and those of its siblings, and the moving baselines afterwards.
 
     A KL in the reward is subtracted as a sum to go or from the whole episode. The scale is that of whole rewards. It
     divides all of the credit, so also the KL to go and what was paid for turns.
     """
     to_go, in_reward, relative = a.baseline.to_go, a.charges_answers, a.group_relative
     centred_P: list[Array]
-    divisors = [1.0] * len(samples_P)
+    divisors, moving = [1.0] * len(samples_P), dict(emas)
     if a.rewards == "each":
         centred_P = [_each_source(a, [s.scored for s in samples]) for samples in samples_P]
         silent_P = [not np.any(c) for c in centred_P]
@@ -146,7 +162,11 @@ def _by_samples(
         for r, silent, samples, group in zip(rewards_P, silent_P, samples_P, groups, strict=True):
             lengths = np.array([s.spoken for s in samples], np.float64)
             uncharged = np.array([s.shaped for s in samples]) if to_go else r
-            own, ema = (np.zeros_like(r), ema) if silent else _centred(a, uncharged, lengths, group, ema)
+            of = _source(samples[0]) if samples and a.baseline.each_source else ALL
+            own, after = (np.zeros_like(r), moving.get(of, 0.0))
+            if not silent:
+                own, after = _centred(a, uncharged, lengths, group, after)
+            moving |= {of: after} if samples else {}
             centred_P.append(own)
         divisors = _scales(a, rewards_P, noise_P, samples_P)
     raw: list[Array] = []
@@ -156,7 +176,7 @@ def _by_samples(
             if a.baseline.earns_to_go:
                 x_T -= np.cumsum(s.paid_T) - s.paid_T
             raw.append(x_T / d if d > 0 else np.zeros_like(x_T))
-    return raw, silent_P, ema
+    return raw, silent_P, moving
 
 
 def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: float) -> tuple[Array, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.gauge import Gauge
@@ -17,6 +17,8 @@ class AdaptiveState:
 
     ema: float = 0.0
     """The moving baseline (`Ema`)."""
+    emas: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The moving baseline of each source of tasks, where there is one for each."""
     pull: float | None = None
     """The KL coefficient, where it adapts."""
     entropy: float | None = None
@@ -43,7 +45,7 @@ def steered(a: Algorithm, state: AdaptiveState) -> Algorithm:
 
 def standing(a: Algorithm) -> Algorithm:
     """The algorithm without any term that changes the policy; only values are learned (value warm-up, A19)."""
-    return replace(a, pull=None, entropy=None, imitate=None, distill=None)
+    return replace(a, pull=None, entropy=None, imitate=None, distill=None, hint=None)
 
 
 def remember(

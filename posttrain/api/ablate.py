@@ -8,7 +8,7 @@ reason. The run folder is not changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -232,23 +232,26 @@ class _Step:
         groups = rebuild(self.recorded.records, shown=a.shown is not None, top=a.stores_top)
         kept = [g for g in groups if g.mixed] if a.filter == "mixed" else groups
         scored = score(kept, a, self.frozen.learner, self.frozen.reference(self.recorded, a), optimizer_steps=1)
-        credit = credit_step(a, scored, max_tokens=self.stage.sampling.max_tokens, ema=self._ema(a))
+        ema, emas = self._ema(a)
+        credit = credit_step(a, scored, max_tokens=self.stage.sampling.max_tokens, ema=ema, emas=emas)
         return (without_credit(credit) if self._warming(a) else credit), len(groups)
 
     def _warming(self, a: Algorithm) -> bool:
         """Whether `a` is the run's own algorithm and only its values were trained in this step (warm-up)."""
         return a is self.own and self.warming
 
-    def _ema(self, a: Algorithm) -> float:
-        """The moving baseline before this step, from the checkpoint or recomputed from all earlier recorded steps."""
+    def _ema(self, a: Algorithm) -> tuple[float, Mapping[str, float]]:
+        """The moving baselines before this step, of all tasks and of each source, from the checkpoint or recomputed
+        from all earlier recorded steps."""
         if not a.baseline.moving or (a is self.own and self.remembered):
-            return self.memory.ema
-        ema = 0.0
+            return self.memory.ema, self.memory.emas
+        ema, emas = 0.0, dict[str, float]()
         for i in range(1, self.recorded.index):
             groups = rebuild(reader.episodes(self.folder, self.stage.name, i), shown=a.shown is not None, top=0)
             plain = [ScoredGroup(g, tuple(Scored(e) for e in g.judged)) for g in groups if g.judged]
-            ema = credit_step(a, plain, max_tokens=self.stage.sampling.max_tokens, ema=ema).ema
-        return ema
+            credit = credit_step(a, plain, max_tokens=self.stage.sampling.max_tokens, ema=ema, emas=emas)
+            ema, emas = credit.ema, dict(credit.emas)
+        return ema, emas
 
     def _pack(self, credit: Credit, a: Algorithm, minibatches: int) -> Sequence[Minibatch]:
         r, whole = self.recorded, replace(self.stage, prompts=minibatches, minibatches=minibatches, epochs=1)

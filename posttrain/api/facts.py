@@ -53,6 +53,8 @@ class RecordedFacts:
         """Why this record cannot evaluate `a`, with the setting that a run would have needed; '' where it can."""
         if a.learns_values is not None and not self.values:
             return f"reads values, and {self.own.name} trained none: only a run of an algorithm with values has them"
+        if "implicit" in a.reads:
+            return "reads an implicit process reward model, and no record stores the weights of one: baseline=others"
         if a.baseline.greedy and not self.greedy:
             return (
                 f"reads the greedy answer of each prompt, and {self.own.name} asked for none: baseline=greedy samples"
@@ -65,6 +67,8 @@ class RecordedFacts:
         if a.stores_top > self.top:
             stored = f"{self.top} were" if self.top else "none were"
             return f"reads the sampler's {a.stores_top} most probable tokens, and {stored} stored: clip.top stores them"
+        if a.hint is not None:
+            return "its teacher reads prompts with a hint, which only a run's own environment writes"
         if (a.distill is not None or a.rewards == "none") and not self.teacher:
             return "learns from a teacher, and the stage names none: reference=PATH does"
         if a.baseline.moving and not (a == self.own and self.remembered) and (a.shape or "reference" in a.reads):

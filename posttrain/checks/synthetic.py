@@ -65,6 +65,7 @@ def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.nd
         entropy=None,
         imitate=None,
         distill=None,
+        hint=None,
         tokens=None,
         shown=None,
         rewards="sum",

@@ -13,10 +13,12 @@ from posttrain.checks.draws import Bets, DrawsCheck
 from posttrain.checks.fresh import FreshCheck
 from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.generative import JudgingCheck, VotesCheck
+from posttrain.checks.hint import HintCheck
 from posttrain.checks.history import StageHistory
 from posttrain.checks.imitation import ImitationCheck
 from posttrain.checks.live import LiveRules
 from posttrain.checks.measured import EvaluationCheck
+from posttrain.checks.outcomes import ImplicitCheck
 from posttrain.checks.precision import ScaleCheck
 from posttrain.checks.preference_data import JudgementCheck
 from posttrain.checks.preference_loss import PreferenceLossCheck
@@ -52,7 +54,9 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         ScaleCheck(done=bool(steps)),
         FrozenCheck(),
         CreditCheck(),
+        ImplicitCheck(),
         SamplerCheck(fresh=not steps),
+        HintCheck(),
         TaskCheck(),
         AheadCheck(kept.get("ahead", {}) if steps else None),
         ReplayCheck(kept.get("replayed", {}) if steps else None),

@@ -110,12 +110,12 @@ def _cell(text: str, width: int) -> list[str]:
 def _row(a: Algorithm) -> tuple[str, ...]:
     """A row of the table, abbreviated."""
     paid, kept = cost(a), []
-    if a.reads & {"reference", "teacher"}:
+    if a.reads & {"reference", "teacher"} and not a.own_teacher:
         kept.append("copy")
     if "values" in a.reads:
         kept.append("head")
     if a.stores_top or a.distill is not None:
-        kept.append(str(a.stores_top or (a.distill.top if a.distill else 0) or "V"))
+        kept.append("K" if a.stores_top or (a.distill and a.distill.top) else "V")
     forwards = str(paid.forwards) + (f"+{paid.late}" if paid.late else "")
     region = "-" if a.clip is None else type(a.clip).__name__.lower()
     return (

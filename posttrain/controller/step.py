@@ -94,11 +94,23 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         with roles.clock.of("rollout"):
             roles.watch.emit(PlayedEvent(e))
         with roles.clock.of("score"):
-            groups = score(e.groups, a, roles.learner, roles.reference, optimizer_steps=stage.optimizer_steps)
+            groups = score(
+                e.groups,
+                a,
+                roles.learner,
+                roles.reference,
+                optimizer_steps=stage.optimizer_steps,
+                implicit=roles.implicit,
+                hints=roles.hints,
+            )
             roles.watch.emit(ScoredEvent(e, groups))
-            credit = credit_step(a, groups, max_tokens=roles.sampling.max_tokens, ema=roles.adaptive.ema)
+            credit = credit_step(
+                a, groups, max_tokens=roles.sampling.max_tokens, ema=roles.adaptive.ema, emas=roles.adaptive.emas
+            )
             partial.credit = credit = without_credit(credit) if warming else credit
         with roles.clock.of("learn"):
+            if roles.implicit is not None:
+                partial.learned.append(roles.implicit.learn(e.index, groups, roles.watch))
             for minibatch in pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version):
                 if (batch := minibatch.batch) is not None:
                     try:
@@ -130,7 +142,7 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
 def _adapted(roles: ReinforceRoles, partial: UnfinishedStep, credit: Credit) -> AdaptiveState:
     """The adaptive coefficients and moving averages after the step."""
     seen, episodes, e = merge(*partial.learned), sum(len(g.episodes) for g in credit.groups), partial.experience
-    before = replace(roles.adaptive, ema=credit.ema)
+    before = replace(roles.adaptive, ema=credit.ema, emas=credit.emas)
     return remember(
         roles.stage.algorithm, before, seen, episodes=episodes, asked=PassRate(len(e.played), sum(e.passed))
     )

@@ -264,7 +264,8 @@ class Abilities(Declared):
     hint: Callable[[Task], str | tuple[Message, ...] | None] | None = None
     """The prompt of a task with its answer as a hint; None for a task that has no such prompt. What the policy says to
     it is judged as any answer to the task, and is learned under the task's own prompt, so nothing that the environment
-    says later in the episode may repeat the hint. Without it no stage can rationalise here."""
+    says later in the episode may repeat the hint. It is also asked with the text of a right answer in the place of
+    `Task.answer`. Without it no stage can rationalise here, and no teacher can be shown a hint."""
 
     def __post_init__(self) -> None:
         if isinstance(self.contained, str):
@@ -317,7 +318,8 @@ def hints(environment: Any) -> Callable[[Task], str | tuple[Message, ...] | None
     if found is None:
         raise ConfigError(
             f"environment {environment.name!r} writes no hints, and a stage with method.rationalise=true asks with the"
-            " answer as a hint. Set method.rationalise=false, give your prompts an answer and env.args.hint, or give"
-            " the environment abilities with hint=... (posttrain.core.abilities)"
+            " answer as a hint, as one with algorithm.hint shows it to the teacher. Set method.rationalise=false or"
+            " hint=none, give your prompts an answer and env.args.hint, or give the environment abilities with"
+            " hint=... (posttrain.core.abilities)"
         )
     return found

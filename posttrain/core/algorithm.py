@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.pieces.baseline import SEVERAL, Baseline, Value, Zero
 from posttrain.core.pieces.correction import Correction
+from posttrain.core.pieces.hint import Hint
 from posttrain.core.pieces.piece import Piece, named
 from posttrain.core.pieces.pull import KL, Pull
 from posttrain.core.pieces.shape import BestOf, Shaping
@@ -91,6 +92,8 @@ class Algorithm:
     """Demonstrations among the siblings; none: all siblings are sampled."""
     distill: Distill | None = None
     """Learning from a teacher over whole next-token distributions; none: no teacher."""
+    hint: Hint | None = None
+    """What the teacher is shown and the policy is not; none: the same prompt."""
     step_scale: StepScale | None = None
     """The share of the learning rate that an optimizer step uses, by its minibatch; none: all of it."""
     note: str = ""
@@ -137,6 +140,16 @@ class Algorithm:
         return self.pull if isinstance(self.pull, KL) and self.pull.in_credit else None
 
     @property
+    def taught(self) -> bool:
+        """Whether it learns from a teacher alone that the stage must name. With a hint the policy is its own."""
+        return self.rewards == "none" and self.hint is None
+
+    @property
+    def own_teacher(self) -> bool:
+        """Whether the teacher is the policy as each step begins, or its moving average, and so no reference is kept."""
+        return self.hint is not None and self.hint.weights != "start"
+
+    @property
     def charges_tokens(self) -> bool:
         """Whether a KL is subtracted from the credit of each token alone."""
         return self.kl_in_credit is not None and self.kl_in_credit.placement == "token"
@@ -166,7 +179,8 @@ class Algorithm:
 
     @property
     def reads(self) -> frozenset[str]:
-        """What the step must score before the loss: subset of {start, reference, values, entropy, energy, teacher}."""
+        """What the step must score before the loss: subset of {start, reference, values, entropy, energy, teacher,
+        implicit}."""
         need = {stream for p in self.pieces for stream in p.reads(self)}
         if (self.forms_ratio and self.anchor == "start") or self.start_before_loss:
             need.add("start")

@@ -29,6 +29,9 @@ from posttrain.core.pieces.baseline import (
     Value,
 )
 from posttrain.core.pieces.correction import Mask, NegativeMask, Truncate
+from posttrain.core.pieces.hint import Hint
+from posttrain.core.pieces.implicit import ImplicitOthers
+from posttrain.core.pieces.moving import SourceEma
 from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import BestOf, Overlong, Signed
 from posttrain.core.pieces.step import EffectiveSize
@@ -57,6 +60,7 @@ def _patch(parent: Algorithm, name: str, paper: str, **changes: Any) -> Algorith
 
 REINFORCE    = Algorithm(name="reinforce", paper="Williams 1992")
 EMA          = _patch(REINFORCE, "reinforce_ema", "Williams 1992", baseline=Ema(decay=0.95))
+RAE          = _patch(EMA,       "rae",          "2506.24119", baseline=SourceEma())
 RLOO         = _patch(REINFORCE, "rloo",         "2402.14740", baseline=Others(),
                                                                pull=KL(coef=0.03, estimator="k1", placement="reward"))
 REMAX        = _patch(REINFORCE, "remax",        "2310.10505", baseline=Greedy())
@@ -80,6 +84,7 @@ PPO          = _patch(REINFORCE, "ppo",          "1707.06347", baseline=Value(ga
                                                                ratio="token", anchor="start",
                                                                clip=Clip(low=0.2, high=0.2), aggregate="token_mean")
 DUAL_CLIP    = _patch(PPO,       "dual_clip",    "1912.09729", clip=Clip(low=0.2, high=0.2, cap=3.0))
+PRIME        = _patch(PPO,       "prime",        "2502.01456", baseline=ImplicitOthers(), whiten=None, filter="mixed")
 V_TRACE      = _patch(PPO,       "v_trace",      "1802.01561", baseline=Value(gae_lambda=1.0, clip=None, trace=1.0),
                                                                correction=(Truncate(cap=1.0),), whiten=None)
 VAPO         = _patch(PPO,       "vapo",         "2504.05118", baseline=Value(gae_lambda=1.0, length_alpha=0.05,
@@ -167,6 +172,10 @@ MOPD         = _patch(OPD,       "mopd",         "2601.02780", ratio="one", anch
                                                                correction=(Mask(low=0.2, high=5.0),))
 GKD          = _patch(REINFORCE, "gkd",          "2306.13649", rewards="none", distill=Distill(beta=0.5),
                                                                aggregate="token_mean")
+SDPO         = _patch(GKD,       "sdpo",         "2601.20802", distill=Distill(beta=0.5, top=100),
+                                                               hint=Hint(weights="average"))
+SDFT         = _patch(SDPO,      "sdft",         "2601.19897", hint=Hint(of="answer", weights="start"),
+                                                               aggregate="sequence_mean")
 
 # fmt: on
 LADDER: dict[str, Algorithm] = {a.name: a for a in list(globals().values()) if isinstance(a, Algorithm)}

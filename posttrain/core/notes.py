@@ -5,7 +5,11 @@ from __future__ import annotations
 NOTES: dict[str, str] = {
     "reinforce_ema": (
         "a sample is compared with the baseline as it was before that sample; updating first, as some code does, "
-        "biases it. SPIRAL (2506.24119) keeps one baseline a game and role"
+        "biases it. With one for each kind of task: `rae`"
+    ),
+    "rae": (
+        "SPIRAL's baseline a game and role is one for each `source` of tasks here: write both into that column. An "
+        "episode trains one role, the other seats are played and not learned from; the paper trains both"
     ),
     "rloo": (
         "sequence sum as in the paper; most peers take a token mean, newer TRL adds a ratio clip. A group of one "
@@ -52,6 +56,11 @@ NOTES: dict[str, str] = {
         "tool tokens. The paper's value loss has no clip and no 1/2"
     ),
     "dual_clip": "3 as in verl and AReaL; ROLL 1.4",
+    "prime": (
+        "the paper's Eq. 5 as written; the authors' code whitens credit over tokens, weighs outcome and process by 5 "
+        "each, and can let phi learn from a step before it scores it (double forward). The paper filters prompts by "
+        "accuracy, .2 to .8; here by spread. It is not prime_rl"
+    ),
     "v_trace": (
         "rho and c are capped at 1, as in the paper's runs, and stand on PPO's term: with one optimizer step a batch "
         "that is the paper's actor"
@@ -178,5 +187,14 @@ NOTES: dict[str, str] = {
     "gkd": (
         "student samples only (lambda 1); the paper mixes in supervised data. The reference is the teacher. TRL "
         "defaults: lambda .5, temperature .9"
+    ),
+    "sdpo": (
+        "the authors' defaults; the teacher is what optimizer.ema=0.95 keeps. With the weights of now instead it lost "
+        "all in our runs. The 100 tokens are the teacher's, theirs the policy's; their ratio pi/mu, capped at 2, is 1 "
+        "with one update a batch and left out here. Feedback of the environment is no hint here"
+    ),
+    "sdft": (
+        "TRL's defaults: the teacher is the policy as the stage began, 100 tokens, here with all others as one. "
+        "prime-rl (opsd) has opd's loss with the weights of now, and the demonstration in front of the prompt"
     ),
 }

@@ -138,7 +138,22 @@ class Reinforce(Stage):
                 f"{self.name}.reference={self.reference}: {a.name} reads no reference. Set reference=none, or pull or"
                 " distill"
             )
-        if a.rewards == "none" and self.reference is None:
+        if self.reference is not None and a.own_teacher:
+            raise ConfigError(
+                f"{self.name}.reference={self.reference}: the teacher of {a.name} has the policy's own weights"
+                " (hint.weights). Set reference=none, or hint.weights=start"
+            )
+        if a.hint is not None and a.hint.weights == "average" and self.optimizer.ema is None:
+            raise ConfigError(
+                f"{self.name}: hint.weights=average, and no moving average is kept. Set {self.name}.optimizer.ema=0.95,"
+                " or hint.weights=now"
+            )
+        if a.hint is not None and a.hint.of == "sibling" and self.siblings < 2:
+            raise ConfigError(
+                f"{self.name}.siblings={self.siblings}: {a.name} shows the teacher another answer of the group, so at"
+                " least 2 are needed"
+            )
+        if a.taught and self.reference is None:
             raise ConfigError(
                 f"{self.name}: {a.name} learns from a teacher alone. Name its model directory:"
                 f" {self.name}.reference=PATH"
@@ -183,6 +198,10 @@ class Reinforce(Stage):
     @property
     def demonstrated(self) -> bool:
         return self.algorithm.shown is not None
+
+    @property
+    def hinted(self) -> bool:
+        return self.algorithm.hint is not None
 
     def refuses(self, env: str, styles: tuple[str, ...]) -> str:
         shown = self.algorithm.shown

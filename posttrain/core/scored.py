@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +23,9 @@ class Scored(Streamed[tuple[np.ndarray, ...]]):
 
     HOLDER: ClassVar[str] = "what was scored of an episode"
     episode: Episode
+    unhinted: str = ""
+    """Why the teacher was shown nothing more than the policy, where it should have been; '' otherwise. Such an episode
+    has no gradient."""
 
     def __post_init__(self) -> None:
         if self.episode.reward is None:
@@ -92,3 +96,5 @@ class Credit:
 
     groups: tuple[GroupCredit, ...]
     ema: float
+    emas: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The moving baseline of each source of tasks, where there is one for each (`Ema.by`)."""

@@ -270,7 +270,7 @@ class Stage(Open, begin=True):
 
     @property
     def hinted(self) -> bool:
-        """Whether it asks some prompts again with the answer as a hint."""
+        """Whether it reads prompts with a hint, which the environment writes."""
         return False
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from posttrain.core.errors import ConfigError
@@ -29,10 +29,8 @@ class ProcessRanks:
             raise ConfigError(
                 "this process does not belong to a group yet: enter `posttrain.engine.process_ranks.joined` first"
             )
-        found = dist.group.WORLD if group is None else group
-        assert found is not None
-        self.group: ProcessGroup = found
-        self.mesh = DeviceMesh.from_group(found, "cpu")
+        self.group: ProcessGroup = cast("ProcessGroup", GroupMember.WORLD) if group is None else group
+        self.mesh = DeviceMesh.from_group(self.group, "cpu")
 
     @property
     def rank(self) -> int:
@@ -50,7 +48,7 @@ class ProcessRanks:
 
     def part(self, members: Sequence[int]) -> ProcessRanks | None:
         """These ranks as a group of their own; None on a rank that is not among them. Every rank calls it."""
-        group = dist.new_group([dist.get_global_rank(self.group, r) for r in members])
+        group: Any = dist.new_group([dist.get_global_rank(self.group, r) for r in members])
         return ProcessRanks(group) if self.rank in members else None
 
 
@@ -64,7 +62,7 @@ def joined(
         rank, world: None: from the environment, as torchrun sets it.
         address: where the ranks meet, such as `tcp://127.0.0.1:29500`, `file:///tmp/meet`, or the environment.
     """
-    told: dict[str, int] = {} if rank is None or world is None else {"rank": rank, "world_size": world}
+    told: dict[str, Any] = {} if rank is None or world is None else {"rank": rank, "world_size": world}
     dist.init_process_group("gloo", init_method=address, timeout=timedelta(seconds=seconds), **told)
     try:
         yield ProcessRanks()

@@ -154,7 +154,7 @@ class ShardedLearner(HFLearner):
         )
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+        return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
 
 
 class _Inside(nn.Module):
@@ -189,7 +189,8 @@ def shard_of(name: str, tensor: DTensor) -> Shard:
 
 def _rows(tensor: DTensor) -> Tensor:
     """This rank's own part, in the same memory."""
-    return tensor.detach().to_local().detach()
+    with torch.no_grad():
+        return tensor.to_local().detach()
 
 
 def _refuse(policy: Policy) -> None:

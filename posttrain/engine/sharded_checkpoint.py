@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from posttrain.core import files
@@ -27,6 +28,7 @@ from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import named_tensors
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded_reader import IndexReader
 
 ABOUT = "about.json"
 WEIGHTS, STATE = "weights.", "optimizer."
@@ -40,7 +42,7 @@ def save_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer, ve
     def write(staged: Path) -> None:
         into = Path(ranks.every(str(staged))[0])
         with _quiet():
-            dcp.save(dict(held), checkpoint_id=into, **_group(learner))
+            save(dict(held), checkpoint_id=into, **_group(learner))
         if ranks.rank == 0:
             files.write_json(into / ABOUT, about)
 
@@ -67,7 +69,7 @@ def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) ->
     state = _state(learner, {n: _blank(learner, n, known[STATE + n]) for n in saved})
     _must_fit(held | state, known, folder)
     with _quiet():
-        dcp.load(dict(held | state), checkpoint_id=folder, **_group(learner))
+        load(dict(held | state), storage_reader=IndexReader(folder), **_group(learner))
     found = _digest(held | state)
     if found != about.get("digest"):
         raise RunFolderError(
@@ -108,7 +110,7 @@ def _state(learner: HFLearner, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 def _known(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Dtype and shape of everything in a checkpoint."""
-    listed = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    listed = IndexReader(folder).read_metadata().state_dict_metadata
     return {name: kind for name, kind in listed.items() if isinstance(kind, TensorStorageMetadata)}
 
 

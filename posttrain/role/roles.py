@@ -23,6 +23,8 @@ from posttrain.core.stage import Stage
 from posttrain.core.step_labels import StepLabeling
 from posttrain.role.events import Observers
 from posttrain.role.group_queue import GroupSource
+from posttrain.role.hinted import Hints
+from posttrain.role.implicit import ImplicitModel
 from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
 from posttrain.role.prompts import Prompts
@@ -222,13 +224,18 @@ class ReinforceRoles(StageRoles[Reinforce]):
     reference: Reference | None
     replay: ReplayBuffer | None = None
     """Groups of earlier steps, from which this one learns again."""
+    implicit: ImplicitModel | None = None
+    """Learns outcomes beside the policy, where the algorithm reads implicit process rewards."""
     adaptive: AdaptiveState = AdaptiveState()
     """Adaptive coefficients and moving averages, which change from step to step."""
     other_environments: tuple[Environment, ...] = ()
     """Other environments on which the run or a later stage is evaluated. Their held-out tasks must not be trained on
     either."""
     own_reference: bool = True
-    """Whether the reference began as a copy of the policy, so that their KL is 0 before the first step."""
+    """Whether the reference began as a copy of the policy and reads what it does, so that their KL is 0 before the
+    first step."""
+    hints: Hints | None = None
+    """What the reference reads instead of the policy's prompts, where the algorithm has a hint."""
 
     @property
     def stream(self) -> str:

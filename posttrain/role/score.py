@@ -9,25 +9,63 @@ import numpy as np
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Examiner, Learner
+from posttrain.core.ports import Examiner, Learner, Scorer
 from posttrain.core.scored import Scored, ScoredGroup
 from posttrain.core.streams import SCORED, Scoring, Stream
 from posttrain.core.types import Episode, Group
+from posttrain.role.hinted import HintedEpisode, Hints, same_words
 
 
 def score(
-    groups: Sequence[Group], a: Algorithm, learner: Learner, reference: Examiner | None, *, optimizer_steps: int
+    groups: Sequence[Group],
+    a: Algorithm,
+    learner: Learner,
+    reference: Examiner | None,
+    *,
+    optimizer_steps: int,
+    implicit: Scorer | None = None,
+    hints: Hints | None = None,
 ) -> tuple[ScoredGroup, ...]:
-    """The judged episodes of each group with the streams that `a` reads. Groups without any are left out."""
+    """The judged episodes of each group with the streams that `a` reads. Groups without any are left out.
+
+    Args:
+        implicit: the implicit process reward model, where the algorithm reads one.
+        hints: what the reference reads instead of the policy's prompts, where the algorithm has a hint.
+    """
     episodes = [e for g in groups for e in g.judged]
     if not episodes:
         return ()
-    look = Scoring(Packed.of([s for e in episodes for s in e.segments]), a, learner, reference, optimizer_steps)
+    own = [s for e in episodes for s in e.segments]
+    told = _told(groups, a, hints)
+    hinted = None if told is None else [s for t in told for s in t.segments]
+    if hinted is not None:
+        same_words(own, hinted)
+    look = Scoring(
+        Packed.of(own),
+        a,
+        learner,
+        reference if hints is None else hints.teacher(learner, reference),
+        optimizer_steps,
+        implicit,
+        None if hinted is None else Packed.of(hinted),
+    )
     made = {stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(look).items()}
     scored = iter(
-        Scored(e, streams={stream: parts[i] for stream, parts in made.items()}) for i, e in enumerate(episodes)
+        Scored(e, "" if told is None else told[i].missing, streams={s: parts[i] for s, parts in made.items()})
+        for i, e in enumerate(episodes)
     )
     return tuple(ScoredGroup(g, tuple(next(scored) for _ in g.judged)) for g in groups if g.judged)
+
+
+def _told(groups: Sequence[Group], a: Algorithm, hints: Hints | None) -> list[HintedEpisode] | None:
+    """The judged episodes as the teacher reads them; None where it reads what the policy did."""
+    if a.hint is None:
+        return None
+    if hints is None:
+        raise InvariantError(
+            f"algorithm {a.name!r} shows its teacher a hint, and the stage has none to show: build its roles with hints"
+        )
+    return [e for g in groups for e in hints.of(g)]
 
 
 def _cut(stream: Stream, x_M: np.ndarray, episodes: Sequence[Episode]) -> list[tuple[np.ndarray, ...]]:

@@ -120,7 +120,7 @@ def minibatch(case: Case) -> Batch:
         REFERENCE: (-2 + 0.1 * wave).astype(np.float32),
         VERSION: np.zeros(len(wave), np.int32),
     }
-    return Batch.of(parts, episode, streams=streams)
+    return Batch.of(parts, episode.tolist(), streams=streams)
 
 
 def model(case: Case) -> Policy:

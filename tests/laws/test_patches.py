@@ -65,6 +65,8 @@ from posttrain.core.pieces.baseline import (
     Zero,
 )
 from posttrain.core.pieces.correction import BinaryKL, Mask, NegativeMask, Reject, Truncate, Veto
+from posttrain.core.pieces.implicit import ImplicitOthers
+from posttrain.core.pieces.moving import SourceEma
 from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import (
     BestOf,
@@ -115,6 +117,7 @@ REFUSED = [
     (GDPO, {"shape": (Signed(),)}, "rewards=each compares"),
     (GDPO, {"baseline": LengthMean()}, "rewards=each compares"),
     (GDPO, {"baseline": StepMean()}, "rewards=each compares"),
+    (GRPO, {"baseline": ImplicitOthers()}, "one number for an answer cannot scale"),
     (GRPO, {"baseline": EnergyMean()}, "compares token by token"),
     (GSPO, {"baseline": EnergyMean(), "scale": "one"}, "varies inside the sequence"),
     (REINFORCE, {"rewards": "each"}, "rewards=each compares"),
@@ -191,6 +194,8 @@ def test_their_neighbours_are_not(parent: Algorithm, changes: dict[str, Any]) ->
 
 
 NUMBERS: list[tuple[type, dict[str, Any]]] = [
+    (ImplicitOthers, {"beta": -0.1}),
+    (ImplicitOthers, {"lr_factor": 0.0}),
     *[(Clip, n) for n in ({"low": 1.5}, {"high": -0.1}, {"cap": 1.2}, {"low": -0.1})],
     *[(Cap, n) for n in ({"low": 2.0, "high": 1.0}, {"low": -1.0}, {"high": 0.0})],
     (Taper, {"cap": 0.0}),
@@ -200,6 +205,7 @@ NUMBERS: list[tuple[type, dict[str, Any]]] = [
     *[(FutureKL, n) for n in ({"low": 2.0}, {"band_low": -0.1}, {"half_life": 0.0}, {"loud": 0.0}, {"ignore": 0.0})],
     *[(Hump, n) for n in ({"k": 0.0}, {"fade": 0.0}, {"k_negative": 0.0}, {"fade_negative": -1.0})],
     (Ema, {"decay": 1.0}),
+    (SourceEma, {"decay": 1.0}),
     (SoftMean, {"tau": 0.0}),
     *[(AnchorMean, n) for n in ({"gamma": 1.5}, {"omega": 0.0}, {"by": "text"})],
     (TurnMean, {"outcome": -1.0}),
@@ -300,14 +306,15 @@ def test_lineage_ends_with_the_last_patch() -> None:
 
 READS = {
     "": (
-        "reinforce reinforce_ema remax opo gpg opmd pkpo maxrl_success topr aipo scalerl dppo prime_rl dppo_kl dppo_top"
-        " a3po"
+        "reinforce reinforce_ema rae remax opo gpg opmd pkpo maxrl_success topr aipo scalerl dppo prime_rl dppo_kl"
+        " dppo_top a3po"
     ),
     "energy": "otb",
     "energy start": "vcpo",
     "reference": "rloo opd iw_opd",
-    "teacher": "gkd",
+    "teacher": "gkd sdpo sdft",
     "start values": "ppo dual_clip v_trace vapo",
+    "implicit reference start": "prime",
     "reference start": (
         "mopd reinforce_pp reinforce_pp_baseline grpo grpo_process two_sided deepseek_v32 gdpo pass_at_k"
     ),

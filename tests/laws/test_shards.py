@@ -37,7 +37,7 @@ def batch(units: list[int], seed: int = 0, sampling: Sampling = Sampling()) -> B
     parts = segments(len(sequence), seed, sampling=sampling)
     weights = rng.random(sum(s.spoken for s in parts))
     unit_E = np.repeat(np.arange(len(units), dtype=np.int32), units)
-    return Batch.of(parts, sequence, unit_E=unit_E, streams={WEIGHT: weights / weights.sum()})
+    return Batch.of(parts, sequence.tolist(), unit_E=unit_E, streams={WEIGHT: weights / weights.sum()})
 
 
 class OneOf:
@@ -169,12 +169,11 @@ def test_the_clip_reads_the_norm_of_all_ranks() -> None:
 
 def test_what_is_not_built_for_ranks_is_refused_by_name() -> None:
     """Before anything is cut. What the page lists and a policy can be."""
-    made = policy()
     mixed = load_policy(tiny("qwen3"), ALPHABET, 0)
     mixed.module.config.num_local_experts = 4
     adapted = load_policy(tiny(lora=Lora(rank=2)), ALPHABET, 0)
     for one, words in (
-        (replace(made, module=made.module.to(torch.bfloat16)), "model.dtype=bfloat16.*model.dtype=float32"),
+        (policy(dtype=torch.bfloat16), "model.dtype=bfloat16.*model.dtype=float32"),
         (adapted, "model.lora is not built"),
         (mixed, "mixture of 4 experts"),
     ):

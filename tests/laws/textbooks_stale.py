@@ -85,3 +85,14 @@ def mopd(eps: Sequence[Ep]) -> Tensor:
         inside = ((w >= 0.2) & (w <= 5.0)).double()
         terms.append(inside * w * (e.ref - e.old) * e.lp)
     return -tokens(terms)
+
+
+def sdft(eps: Sequence[Ep]) -> Tensor:
+    """2601.19897 as in TRL: JSD of teacher and policy at every token, averaged over each answer, then over answers. All
+    of this world's vocabulary is among the teacher's 100 most probable tokens."""
+    terms: list[Tensor] = []
+    for e in eps:
+        t, s = e.teacher.exp(), e.near.exp()
+        m = (t + s) / 2
+        terms.append((t * (t / m).log() / 2 + s * (s / m).log() / 2).sum(1))
+    return means(terms)

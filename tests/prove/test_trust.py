@@ -71,7 +71,8 @@ def test_no_algorithm_is_disturbed_off_policy(name: str, model: Path, tmp_path: 
         "rl.siblings=6",
         "rl.sampling.temperature=0.9",
         *(("rl.staleness=2",) if name in STALE else ()),
-        *((f"rl.reference={model}",) if LADDER[name].rewards == "none" else ()),
+        *((f"rl.reference={model}",) if LADDER[name].taught else ()),
+        *(("rl.optimizer.ema=0.95",) if LADDER[name].own_teacher else ()),
     )
     posttrain.run(
         smallest(None, model, tmp_path, steps=4), f"algorithm={name}", *words, out=tmp_path / "run", quiet=True

@@ -241,7 +241,8 @@ def test_what_is_asked_for_is_what_is_there(name: str, high: float, steps: int) 
         f"rl.steps={steps}",
         *([f"clip.high={high!r}"] if LADDER[name].clip == Clip() else []),
     ]
-    words += ["rl.reference=teacher"] if LADDER[name].rewards == "none" else []
+    words += ["rl.reference=teacher"] if LADDER[name].taught else []
+    words += ["rl.optimizer.ema=0.95"] if LADDER[name].own_teacher else []
     stage = rl(*words)
     assert stage.steps == steps and stage.algorithm.lineage()[0].name == "reinforce"
     if LADDER[name].clip == Clip():

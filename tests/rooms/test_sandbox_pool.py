@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -95,30 +94,6 @@ def test_a_sandbox_killed_in_the_middle_is_replaced_and_the_program_run_again(po
         assert pool.counts.lost > before
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_sandbox_killed_at_its_start_is_started_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that is killed later is. Where that happens again and again the program was not run, and no answer is
-    wrong."""
-    good, spawn, deaths = backend(name), SandboxWorker._spawn, [2]
-
-    def killed(self: SandboxWorker, *given: Any) -> subprocess.Popen[bytes]:
-        process = spawn(self, *given)
-        if deaths[0]:
-            deaths[0] -= 1
-            for pid in self.pids:
-                os.kill(pid, signal.SIGKILL)
-        return process
-
-    monkeypatch.setattr(SandboxWorker, "_spawn", killed)
-    with Sandbox(good, workers=1) as pool:
-        assert pool.run_sync("print(1)").stdout == b"1\n" and pool.counts.lost == 2
-    deaths[0] = 3
-    with Sandbox(good, workers=1) as pool, pytest.raises(SandboxBroken, match="at its start"):
-        pool.run_sync("print(1)")
-    deaths[0] = 1
-    assert "at its start" in selftest(good)[0]
 
 
 @dataclass(frozen=True)

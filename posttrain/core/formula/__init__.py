@@ -4,6 +4,7 @@
     pi    the policy being differentiated       mu   what the sampler stored
     start the learner at the start of the step
     ref   the reference (or teacher)            rho  pi / anchor                 sg[x]  x, not differentiated
+    phi   the implicit process reward model
 
 The ladder's pages and the terminal print these. A piece has its own formula (`Piece.words`); a class without one cannot
 be used.
@@ -39,6 +40,7 @@ _NONE = {
     "imitate": "no imitation",
     "shown": "every sibling is the policy's",
     "distill": "no distillation",
+    "hint": "the teacher reads the policy's own prompt",
     "step_scale": "every step uses the whole learning rate",
 }
 """The meaning of a choice that is none."""
@@ -92,6 +94,7 @@ def formulas(a: Algorithm) -> list[tuple[str, str]]:
         ("entropy", a.entropy),
         ("imitate", a.imitate),
         ("distill", a.distill),
+        ("teacher", a.hint),
         ("step", a.step_scale),
         ("shown", a.shown),
         ("filter", a.filter and formula("filter", a.filter)),

@@ -35,6 +35,8 @@ class Baseline(Piece, begin=True):
     """Whether each prompt's greedy answer is sampled beside its siblings."""
     moving: ClassVar[bool] = False
     """Whether it changes from sample to sample, and is kept from step to step."""
+    each_source: ClassVar[bool] = False
+    """Whether a moving one is kept for each `source` of the tasks."""
     of_sources: ClassVar[bool] = False
     """Whether it can compare every reward source on its own (rewards=each)."""
     scaled_apart: ClassVar[bool] = False
