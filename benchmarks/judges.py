@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from posttrain.core import reader
 from posttrain.core.env import Reward
 from posttrain.environment.judge_rules import best_half, chosen, summed
 from posttrain.environment.make import environment
+from posttrain.faults import planted
 from posttrain.role.generative_judge import GenerativeJudge
 
 VOTES = (1, 2, 4, 8, 16, 32)
@@ -118,9 +120,11 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--fault", help="a planted fault of `posttrain faults`, such as meta_labels_are_its_votes")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    tallies = [measured(s, args.out / f"seed-{s}", args.pairs, args.train, args.steps) for s in args.seeds]
+    with planted(args.fault) if args.fault else nullcontext():
+        tallies = [measured(s, args.out / f"seed-{s}", args.pairs, args.train, args.steps) for s in args.seeds]
     (args.out / "judges.json").write_text(json.dumps([asdict(t) for t in tallies], indent=1))
     print(table(tallies))
 

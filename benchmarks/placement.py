@@ -78,9 +78,14 @@ def side(name: str, quick: bool) -> dict[str, float]:
         steps = _times(lambda: main.run(run, out=out, quiet=True))
         rows = [s for s in reader.steps(out) if s.stage == "rl"][WARM:-1]
     wall = (steps[-2] - steps[WARM - 1]) / len(rows)
-    ask = statistics.mean(s.clock["engine/step"] for s in rows)
+    ask = sum(s.clock.get("engine/step", 0.0) for s in rows) / len(rows)  # reports may come a step late
     waits = statistics.mean(s.clock["rollout"] for s in rows)
-    return {"step": wall, "ask": ask, "learn": wall - (waits if two else ask), "waits": waits}
+    found = {"step": wall, "ask": ask, "learn": wall - (waits if two else ask)}
+    if two:
+        idle = statistics.mean(s.clock["engine/idle"] for s in rows)
+        pushes = statistics.mean(s.clock["sync"] for s in rows)
+        found |= {"engine idle": idle, "learner idle": waits / wall, "push": pushes}
+    return found
 
 
 def _times(play: Callable[[], object]) -> list[float]:
@@ -131,7 +136,7 @@ def main_() -> None:
     print(f"two processes: a step takes {over:.2f} x max(ask, learn)")
     print(f"{faster[0]:.2f} x as fast as one process with one core, {faster[1]:.2f} x as one with two")
     if not asked.quick:
-        told = {"date": date.today().isoformat(), "machine": machine(), "rounds": found, "medians": rows}
+        told = {"date": date.today().isoformat(), "machine": machine(1), "rounds": found, "medians": rows}
         RESULTS.write_text(json.dumps(told | {"over": over}, indent=1) + "\n")
 
 

@@ -46,6 +46,7 @@ from posttrain.checks import (
     hint,
     loss,
     measured,
+    outcomes,
     preference_data,
     preference_loss,
     preference_online,
@@ -112,6 +113,7 @@ EVERY_STEP = (
     *(ranking.score_reaches, ranking.sides_share_their_prompt, ranking.reads_the_end),
     *(reward_models.holds_what_was_trained, reward_models.reads_the_last_token, reward_models.scores_hold),
     *(generative.shows_no_verdict, generative.order_is_random, generative.votes_are_counted),
+    *(outcomes.scored_first, outcomes.scored_alone, outcomes.outcomes_agree),
     *(preference_online.tokens_are_as_sampled, preference_online.opponents_play, preference_online.opponent_says),
     *(rejection.kept_was_played, rejection.kept_passes, rejection.kept_once, rejection.imitates_kept),
     *(rejection.begins_with_its_weights, rejection.nothing_is_lost, regenerated.goes_on_from_its_step),
@@ -123,6 +125,7 @@ SECOND_OPINIONS = (
     loss.entropy_and_value_agree,
     preference_loss.preference_loss_agrees,
     ranking.loss_is,
+    outcomes.outcome_loss_agrees,
     update.update_agrees,
 )
 """What the page lists of `posttrain/checks`."""
@@ -276,7 +279,7 @@ def with_new(folder: Path) -> dict[str, Any]:
         found = catch(FAULTS[name], model, folder / name)
         before[name] = None if found is None else asdict(found)
         print(f"{name}: {'NOT CAUGHT' if found is None else f'{found.detector}, step {found.step}'}", flush=True)
-    return {**data, "caught": {name: before[name] for name in FAULTS}}
+    return {**data, "caught": {name: before[name] for name in FAULTS}, "understood": coverage()}
 
 
 def ahead(folder: Path, staleness: int, known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

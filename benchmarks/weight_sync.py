@@ -40,8 +40,8 @@ from benchmarks.side import machine
 from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.models import served_tensors
 from posttrain.engine.parcel.carrier import Carrier
-from posttrain.engine.parcel.collective import COLLECTIVE, CollectiveCarrier, CollectiveFetch
-from posttrain.engine.parcel.receiver import FETCH, ParcelReceiver
+from posttrain.engine.parcel.collective import CollectiveCarrier
+from posttrain.engine.parcel.receiver import ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender
 from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.parcel.shared_folder import FolderCarrier
@@ -94,13 +94,13 @@ def versions(checkpoint: Path, steps: int) -> Iterator[Version]:
         optimizer.step()
 
 
-def engine(link: Connection, checkpoint: str, seconds: float) -> None:
+def engine(link: Connection, checkpoint: str) -> None:
     """The other process: serves a module in the dtype it is told, and answers how long each push took it."""
     torch.set_num_threads(1)
     link.send("ready")
     while (told := link.recv()) is not None:
         module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=DTYPES[told])
-        receiver = ParcelReceiver({**FETCH, COLLECTIVE: CollectiveFetch(1, seconds=seconds)})
+        receiver = ParcelReceiver()
         link.send("ready")
         while (parcel := link.recv()) is not None:
             begun = time.perf_counter()
@@ -153,7 +153,7 @@ def measure(sizes: Sequence[str], steps: int) -> list[PushRow]:
             save_checkpoint(SIZES[size], checkpoint)
             given = list(versions(checkpoint, steps))
             ours, theirs = context.Pipe()
-            process = context.Process(target=engine, args=(theirs, str(checkpoint), 60.0), daemon=True)
+            process = context.Process(target=engine, args=(theirs, str(checkpoint)), daemon=True)
             process.start()
             theirs.close()
             assert ours.recv() == "ready"

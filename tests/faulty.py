@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.api.generative_judges import generative_judge
+from posttrain.api.meta_rows import asked, meta_rows
+from posttrain.api.reward_models import reward_member
 from posttrain.api.searched import evaluate_searches
 from posttrain.core import reader
 from posttrain.core.asker import asker
 from posttrain.core.env import Reward
 from posttrain.core.errors import PosttrainError
-from posttrain.core.ladder import GRPO_PROCESS
+from posttrain.core.ladder import GRPO_PROCESS, PRIME
 from posttrain.core.placement import Processes
 from posttrain.core.ports import Talk
 from posttrain.core.preference_stage import OnlinePreference, Preference
@@ -35,7 +38,8 @@ from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import characters
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.faults import Fault
+from posttrain.environment.make import environment
+from posttrain.faults import Fault, planted
 from tests import families
 from tests.tiny import MODEL, tiny_run
 
@@ -184,6 +188,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = _judging(run, needs, folder)
     if needs == "process":
         run = _stepwise(run)
+    if needs == "implicit":
+        run = replace(run, stages=(replace(run.stages[-1], algorithm=PRIME),))
     if needs == "regenerate":
         run = _regenerating(run)
     if needs in ("preference", "online", "reject"):
@@ -308,6 +314,8 @@ def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = Fals
     """Run it with the fault planted; what caught it first, or None. `rl`: settings of its reinforcement stage."""
     if fault.needs == "search":
         return _caught_searching(fault, model, folder)
+    if fault.needs == "meta":
+        return _caught_labelling(fault, model, folder)
     run = replace(smallest(fault, model, folder, **rl), deterministic=deterministic)
     out = folder / fault.name
     words = (*fault.shows, f"fault={fault.name}")
@@ -326,6 +334,23 @@ def _caught_searching(fault: Fault, model: Path, folder: Path) -> Caught | None:
     made = search_run(smallest(None, model, folder), model.parent)
     try:
         evaluate_searches(made, *fault.shows, f"fault={fault.name}", quiet=True, allow_fault=True)
+    except PosttrainError as error:
+        return Caught(*detector(error), 0, str(error))
+    return None
+
+
+def _caught_labelling(fault: Fault, model: Path, folder: Path) -> Caught | None:
+    """What caught a fault of the rows for a meta reward model, which a trained judge's votes about pairs become."""
+    made = model.parent / "judge-votes"
+    _judging(smallest(None, model, folder), "votes", model.parent)
+    run = reader.run_file(made).run
+    judge = generative_judge(run, Reward(function=f"judge:{made}"), 0.0, reward_member)
+    world = environment(run.env, run.seed)
+    votes = asyncio.run(asked(judge, [world.train.task(10**6 + i) for i in range(24)], 4))
+    judge.close()
+    try:
+        with planted(fault.name):
+            meta_rows(judge.judging, votes)
     except PosttrainError as error:
         return Caught(*detector(error), 0, str(error))
     return None

@@ -1,8 +1,9 @@
 """What tests kill: the processes of a placed run by their kind, a run that is resumed until it ends, an environment
-whose verdicts need processes of every kind, and an engine that dies of one prompt."""
+whose verdicts need processes of every kind, and engines that die of one prompt or in a broadcast of weights."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ from posttrain.core.env import Reward
 from posttrain.core.ports import Attempt, Sampler
 from posttrain.core.run import Run
 from posttrain.core.verdict import Verdict
+from posttrain.engine.parcel import collective
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.sandbox.choose import opened
@@ -39,6 +41,8 @@ A program inside a sandbox is none of them: one that is killed counts as one tha
 """
 POISON = "POSTTRAIN_TEST_POISON"
 """Environment variable with the token ids of the prompt of which `DeadlyParts` die."""
+MARKS, DEATHS = "POSTTRAIN_TEST_MARKS", 2
+"""Of `MidBroadcastParts`: the environment variable that names the folder, and how many die."""
 REWARD = "import time\n\ndef length(task, text):\n    time.sleep(0.002)\n    return float(len(text) % 3) / 8\n"
 
 
@@ -91,6 +95,23 @@ class DeadlyParts(EngineParts):
 
         engine.generate = dies
         return engine
+
+
+class MidBroadcastParts(EngineParts):
+    """An engine whose process is killed in the second broadcast of weights that it takes part in, until so many were
+    that the folder `MARKS` has `DEATHS` files."""
+
+    def __call__(self) -> Sampler:
+        marks, plain, count = Path(os.environ[MARKS]), collective._broadcast, itertools.count(1)
+
+        def dies(*given: Any) -> None:
+            if next(count) == 2 and len(os.listdir(marks)) < DEATHS:
+                (marks / str(os.getpid())).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            plain(*given)
+
+        collective._broadcast = dies
+        return super().__call__()
 
 
 # --- the processes of a run ------------------------------------------------------------------------------------------

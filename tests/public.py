@@ -40,6 +40,7 @@ PUBLIC = {
     "posttrain.core.pieces.piece": "Piece",
     "posttrain.core.pieces.baseline": "Baseline Zero ToGo Ema GroupMean Others LengthMean EnergyMean OffPolicyMean"
     " SoftMean SecondBest Greedy StepMean TurnMean AnchorMean Value",
+    "posttrain.core.pieces.implicit": "ImplicitOthers",
     "posttrain.core.pieces.trust": "TrustRegion Clip Cap Taper Soft Geometric Divergence FutureKL Hump",
     "posttrain.core.pieces.pull": "Pull KL SequenceL2 TokenL2",
     "posttrain.core.pieces.step": "StepScale EffectiveSize",
@@ -83,6 +84,7 @@ PUBLIC = {
     " Dialogue PairRenderer Environment EpisodeJudge Tracker",
     "posttrain.role.judging": "ComparingJudge",
     "posttrain.core.shards": "Shard",
+    "posttrain.core.ranks": "Ranks",
     "posttrain.core.scores": "TokenScores",
     "posttrain.core.batch": "Packed Batch",
     "posttrain.core.streams": "Stream",

@@ -37,6 +37,8 @@ NAMES = (
     "hacking",
     "spurious",
     "long_horizon",
+    "step_scores",
+    "prover",
 )
 
 

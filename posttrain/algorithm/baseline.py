@@ -13,6 +13,7 @@ from functools import singledispatch
 
 import numpy as np
 
+from posttrain.algorithm.process_rewards import process_rewards, to_go
 from posttrain.algorithm.register import missing
 from posttrain.algorithm.sample import Sample, joined, noise_of, said_logp
 from posttrain.algorithm.spread import Array, compared, from_lowest, mean
@@ -37,6 +38,7 @@ from posttrain.core.pieces.baseline import (
     Value,
     Zero,
 )
+from posttrain.core.pieces.implicit import ImplicitOthers
 from posttrain.core.pieces.moving import SourceEma
 from posttrain.core.scored import Scored
 from posttrain.core.spread import rounding, spread
@@ -248,6 +250,19 @@ def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     return TokenCredit(
         [np.where(compared_T, r - mean_T, 0.0)[: s.spoken] for r, s in zip(rewards, samples, strict=True)]
     )
+
+
+@by_token.register
+def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    """Eq. 5 of 2502.01456. Outcomes 1, 0 and process rewards [.2, 0], [-.1]: outcome credit 1, -1; means .1, -.1; the
+    first answer's process rewards less -.1 are .3, .1, so its credit is 1.4, 1.1; the second's is -1 - .2 = -1.2.
+    """
+    rewards = np.array([s.shaped - s.charged for s in samples])
+    if not spread(rewards, noise_of(samples)):
+        return TokenCredit([np.zeros(s.spoken) for s in samples], True)
+    outcome, _ = centred(Others(), Siblings(rewards, np.array([s.spoken for s in samples], np.float64)))
+    process = process_rewards(b.beta, samples)
+    return TokenCredit([x + to_go(p_T) for x, p_T in zip(outcome, process, strict=True)])
 
 
 @by_token.register

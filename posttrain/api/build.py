@@ -17,6 +17,7 @@ import transformers
 from posttrain.api.branch import begun_with, run_source
 from posttrain.api.engines import keep_timeline, make_opponent
 from posttrain.api.environments import distinct
+from posttrain.api.optimizers import beside, make_optimizer
 from posttrain.api.placed import placed_engine
 from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import ModelJudge, RewardModels, with_reward_head
@@ -30,15 +31,14 @@ from posttrain.core.engines import Embedded
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Environment, Reference, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
-from posttrain.core.run import Model, Run
-from posttrain.core.stage import Optimizer, Stage, check_patterns
+from posttrain.core.run import Run
+from posttrain.core.stage import Stage, check_patterns
 from posttrain.core.version import VERSION
 from posttrain.engine import eight_bit
 from posttrain.engine.embedded.engine import EmbeddedEngine
 from posttrain.engine.embedded.replay import SamplerReplay
 from posttrain.engine.learner import HEADS, FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
-from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze, frozen_module
 from posttrain.environment.render import RenderedDialogue, Renderer
@@ -282,12 +282,6 @@ def make_roles(
     return PolicyRoles(learner, engine, renderer, rollout, sync, close)
 
 
-def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> StageOptimizer:
-    """The optimizer of a stage."""
-    home = torch.device("cpu") if model.offload_optimizer else None
-    return StageOptimizer(learner.parameters(), config, model.kernels, model.dtype == "float16", home)
-
-
 def probe_ids(policy: Policy) -> np.ndarray:
     """int32 [CANARY] ids spread over the vocabulary, the same for every run of a model."""
     rows = read_out(policy.module).weight.shape[0]
@@ -348,13 +342,12 @@ def make_parts(
         others: see `make_policy`.
         say: tells the user of what takes long.
     """
-    models = RewardModels(run, policy, book.folder)
+    models, sleepers, others = RewardModels(run, policy, book.folder), Sleepers(run), others or {}
     roles = make_roles(run, policy, env, models.judges(run.env), say)
     learner = roles.learner
     if run.model.compile:
         say("compiling the learner's layers (model.compile=true) ...")
         say(learner.compile(packed_text(probe_ids(policy))))
-    others, sleepers = others or {}, Sleepers(run)
     _say_judges(roles, say)
 
     def close() -> None:
@@ -379,6 +372,7 @@ def make_parts(
         teacher=lambda path: make_teacher(run, path, policy),
         oppose=lambda reference, share: opponent_of(run, policy, roles, sleepers, reference, share),
         optimize=partial(make_optimizer, run.model, learner),
+        beside=partial(beside, run, learner),
         settings={
             s.name: StageSetting(others[s.name], _own_rollout(run, s, models, roles.rollout, others[s.name]))
             for s in run.stages

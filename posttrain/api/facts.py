@@ -53,6 +53,8 @@ class RecordedFacts:
         """Why this record cannot evaluate `a`, with the setting that a run would have needed; '' where it can."""
         if a.learns_values is not None and not self.values:
             return f"reads values, and {self.own.name} trained none: only a run of an algorithm with values has them"
+        if "implicit" in a.reads:
+            return "reads an implicit process reward model, and no record stores the weights of one: baseline=others"
         if a.baseline.greedy and not self.greedy:
             return (
                 f"reads the greedy answer of each prompt, and {self.own.name} asked for none: baseline=greedy samples"

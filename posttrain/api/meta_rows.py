@@ -39,6 +39,11 @@ def right(judging: Judging, task: Task, vote: Vote) -> bool:
     return chosen(vote.scores) == judging.better(task)
 
 
+def labels(judging: Judging, each: JudgedTask) -> list[bool | None]:
+    """Whether each vote about a task is right; None for one without a verdict."""
+    return [None if v.scores is None else right(judging, each.task, v) for v in each.votes]
+
+
 def meta_rows(judging: Judging, judged: Sequence[JudgedTask]) -> list[dict[str, str | bool]]:
     """Rows with prompt, completion and label, for a stage that trains a reward model with `judgement=label`. Judgements
     without a verdict are left out, and so are tasks of which all judgements are right or all wrong.
@@ -50,7 +55,7 @@ def meta_rows(judging: Judging, judged: Sequence[JudgedTask]) -> list[dict[str, 
     rows: list[dict[str, str | bool]] = []
     labelled = list[tuple[Task, Vote, bool]]()
     for each in judged:
-        marked = [(v, right(judging, each.task, v)) for v in each.votes if v.scores is not None]
+        marked = [(v, g) for v, g in zip(each.votes, labels(judging, each), strict=True) if g is not None]
         if len({good for _, good in marked}) == 2:
             labelled += [(each.task, v, good) for v, good in marked]
     for task, vote, good in labelled:

@@ -26,6 +26,7 @@ from posttrain.core.ports import Sampler
 from posttrain.core.run import Run, Supervised
 from posttrain.engine.models import Policy
 from posttrain.engine.parcel.carrier import Carrier
+from posttrain.engine.parcel.collective import LOOPBACK, CollectiveCarrier
 from posttrain.engine.parcel.receiver import ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender
 from posttrain.engine.parcel.shared import SharedCarrier
@@ -34,12 +35,16 @@ from posttrain.engine.pool.engine_pool import EnginePool, NewHost
 from posttrain.engine.pool.engine_process import ProcessHost
 from posttrain.engine.pool.host import EngineHost
 from posttrain.engine.pool.hosted import EngineFacts, EngineStart
-from posttrain.engine.pool.ray_host import RayCluster, RayHost
+from posttrain.engine.pool.ray_host import RayCluster, RayHost, node_address
 from posttrain.environment.render import Renderer
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """Nats by which engines on devices of their own may differ in the log-prob of one token. Deterministic ones differ in
 no bit."""
+
+BUCKET_SHARE = 0.25
+"""Share of the time-out that a bucket of a broadcast may take: an engine that hangs in one is replaced before, and one
+that nobody calls says so before the pool does."""
 
 PLANTED = contextlib.ExitStack()
 """Holds the fault that a run plants, in an engine's process, for as long as that lives."""
@@ -98,11 +103,13 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
             f"the model cannot be sent to another process ({type(error).__name__}: {error}): set placement=local"
         ) from error
 
-    sender = ParcelSender(_carrier(placement), deltas=placement.delta)
     begin, end = _hosts(placement, start, threads)
     exact = run.deterministic or run.exact
-    try:
-        return EnginePool(
+    with contextlib.ExitStack() as failed:
+        failed.callback(end)
+        sender = ParcelSender(_carrier(placement), deltas=placement.delta)
+        failed.callback(sender.close)
+        pool = EnginePool(
             begin,
             sender,
             count=placement.engines,
@@ -112,16 +119,17 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
             say=say,
             end=end,
         )
-    except BaseException:
-        sender.close()
-        end()
-        raise
+        failed.pop_all()
+    return pool
 
 
 def _carrier(placement: Processes) -> Carrier:
-    """What brings weights to the engines."""
+    """What brings weights to the engines. A cluster is connected by now."""
     if placement.transport == "shared":
         return SharedCarrier()
+    if placement.transport == "collective":
+        host = node_address() if isinstance(placement, Ray) else LOOPBACK
+        return CollectiveCarrier(placement.engines, host=host, seconds=BUCKET_SHARE * placement.timeout)
     if placement.folder is not None:
         return FolderCarrier(Path(placement.folder))
     temporary = tempfile.TemporaryDirectory(prefix="posttrain-weights-")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -21,11 +21,13 @@ from posttrain.core.errors import DataError, InvariantError, PosttrainError
 from posttrain.core.ports import Attempt, Environment, Seat, Utterance
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Task
+from posttrain.core.verdict import State, Verdict
 from posttrain.diagnose.start import data_notes
 from posttrain.environment import templates
 from posttrain.environment.chat import PROBE, Chat
 from posttrain.environment.render import Renderer
 from posttrain.environment.scripted import attempt
+from posttrain.role.judging import JUDGE_RETRIES
 from posttrain.role.talk import DemonstrationTalk
 
 TASKS = 8
@@ -137,7 +139,7 @@ async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
     if gold is None or gold.verdict is None:
         return
     for task, right in gold.known(tasks):
-        own = await gold.verdict(await _play(env, task, right))
+        own = await _own_verdict(env, gold.verdict, task, right)
         if own.score != 1.0:
             raise InvariantError(
                 f"verifier {env.name!r} scores the right answer {right} to task {task.id!r}"
@@ -157,13 +159,36 @@ async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
     for task, right in gold.known(tasks):
         wrong = [gold.wrong(task)] if gold.wrong is not None else []
         for turns in (*wrong, ("",) * len(right)):
-            own = await gold.verdict(await _play(env, task, turns))
+            own = await _own_verdict(env, gold.verdict, task, turns)
             if own.score != 0.0 and not (gold.pays_parts and own.score is not None and own.score < 1):
                 raise InvariantError(
                     f"verifier {env.name!r} pays {own.score} for {list(turns)}, which is no answer to task {task.id!r}"
                     f" ({prompt_words(task.prompt)}; right: {right}). The policy will find this out sooner"
                     " than you: mend verify()"
                 )
+
+
+async def _own_verdict(
+    env: Environment, verdict: Callable[[Attempt], Awaitable[Verdict]], task: Task, turns: Sequence[str]
+) -> Verdict:
+    """The verdict on a scripted episode. While the verifier fails it is asked again, as often as in a rollout.
+
+    Raises:
+        InvariantError: it fails each time, which says nothing about the answer.
+    """
+    played = await _play(env, task, turns)
+    own = await verdict(played)
+    for _ in range(JUDGE_RETRIES):
+        if own.state is not State.FAILED:
+            break
+        own = await verdict(played)
+    if own.state is State.FAILED:
+        raise InvariantError(
+            f"verifier {env.name!r} fails on task {task.id!r} ({own.kind}: {own.why or 'without a reason'}), each of"
+            f" {JUDGE_RETRIES + 1} times. This is no verdict on the answer: look at what it needs, its sandbox or its"
+            " services, and start again"
+        )
+    return own
 
 
 async def _play(env: Environment, task: Task, turns: Sequence[str]) -> Attempt:

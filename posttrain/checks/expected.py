@@ -15,7 +15,7 @@ import numpy as np
 
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.scored import Scored, ScoredGroup
-from posttrain.core.streams import REFERENCE, START, VALUE
+from posttrain.core.streams import IMPLICIT, REFERENCE, START, VALUE
 from posttrain.core.types import Episode, Stop
 from posttrain.role.culprits import key
 
@@ -24,6 +24,7 @@ READS: dict[str, tuple[str, ...]] = {
     "Ema": ("decay",),
     "GroupMean": (),
     "Others": (),
+    "ImplicitOthers": ("beta",),
     "Value": ("gae_lambda", "gamma", "coef", "clip"),
     "KL": ("coef", "estimator", "placement"),
     "SequenceL2": ("coef",),
@@ -36,6 +37,8 @@ READS: dict[str, tuple[str, ...]] = {
     "EntropyBonus": ("coef",),
 }
 """The pieces covered, each with the settings that are read. Any other setting must have its default."""
+COMPARES = ("GroupMean", "Others", "ImplicitOthers")
+"""The baselines among them under which siblings with equal outcomes have no credit."""
 NEUTRAL = {
     "credit": {
         "name",
@@ -153,7 +156,7 @@ def expected_credit(
     members = [[i for i, (p, _) in enumerate(samples) if p == group] for group in range(len(groups))]
     each = _divided(a, members, each, reward, terms, fine)
     if a.whiten is not None:
-        compares = kind(a.baseline) in ("GroupMean", "Others")
+        compares = kind(a.baseline) in COMPARES
         doubt = [
             0.0 if compares else f * _summed(a, s, x, t)
             for (_, s), x, t, f in zip(samples, each, terms, fine, strict=True)
@@ -211,7 +214,7 @@ def _divided(
     whole = _std(reward, terms, max(fine, default=0.0))
     for at in members:
         r, t, f = [reward[i] for i in at], [terms[i] for i in at], max((fine[i] for i in at), default=0.0)
-        agree = kind(a.baseline) in ("GroupMean", "Others") and alike(r, t, f)
+        agree = kind(a.baseline) in COMPARES and alike(r, t, f)
         average = math.fsum(r) / len(r) if r else 0.0
         scales = {
             "one": 1.0,
@@ -284,11 +287,32 @@ def _centred(
             credit = math.fsum(lead) / (len(lead) + 1)
         elif name == "Others":
             credit = math.fsum(lead) / len(lead) if lead else 0.0
+        elif name == "ImplicitOthers":
+            worth = _worth(a.baseline, i, members[p], samples)
+            if worth is None:
+                return None
+            out.append(math.fsum(lead) / max(1, len(lead)) + worth)
+            continue
         else:
             credit = reward[i] - ema
             ema += (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
         out.append(np.full(tokens, credit))
     return out
+
+
+def _worth(baseline: Any, i: int, mates: Sequence[int], samples: Sequence[tuple[int, Scored]]) -> np.ndarray | None:
+    """The implicit process rewards from each token on, each less the mean of the other siblings' mean ones."""
+    if any(IMPLICIT not in samples[j][1] or REFERENCE not in samples[j][1] for j in mates):
+        return None
+    own = {j: _log_ratio(samples[j][1]) for j in mates}
+    others = [float(own[j].mean()) if len(own[j]) else 0.0 for j in mates if j != i]
+    level = math.fsum(others) / len(others) if others else 0.0
+    lead = own[i] - level
+    return baseline.beta * np.convolve(lead[::-1], np.ones(len(lead)))[: len(lead)][::-1] if len(lead) else lead
+
+
+def _log_ratio(s: Scored) -> np.ndarray:
+    return np.concatenate(s[IMPLICIT]).astype(np.float64) - np.concatenate(s[REFERENCE])
 
 
 def _targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> np.ndarray | None:

@@ -18,6 +18,7 @@ from posttrain.checks.history import StageHistory
 from posttrain.checks.imitation import ImitationCheck
 from posttrain.checks.live import LiveRules
 from posttrain.checks.measured import EvaluationCheck
+from posttrain.checks.outcomes import ImplicitCheck
 from posttrain.checks.precision import ScaleCheck
 from posttrain.checks.preference_data import JudgementCheck
 from posttrain.checks.preference_loss import PreferenceLossCheck
@@ -53,6 +54,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         ScaleCheck(done=bool(steps)),
         FrozenCheck(),
         CreditCheck(),
+        ImplicitCheck(),
         SamplerCheck(fresh=not steps),
         HintCheck(),
         TaskCheck(),

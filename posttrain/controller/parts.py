@@ -81,6 +81,8 @@ class RunParts:
     """An opponent drawn from pi^(1 - share) ref^share, of this reference and this share of it."""
     optimize: Callable[[OptimizerConfig], WeightOptimizer]
     """A new optimizer for the learner's parameters."""
+    beside: Callable[[OptimizerConfig], tuple[Learner, WeightOptimizer]]
+    """A second model that trains: a copy of the learner as it is now, with an optimizer of its own."""
     settings: Mapping[str, StageSetting] = field(default_factory=dict[str, StageSetting])
     """For the stages that have an environment of their own, by the stage's name."""
     trained_judges: Callable[[Stage], tuple[EpisodeJudge, ...]] = lambda stage: ()

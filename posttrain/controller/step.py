@@ -101,6 +101,7 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                 roles.reference,
                 optimizer_steps=stage.optimizer_steps,
                 hints=roles.hints,
+                implicit=roles.implicit,
             )
             roles.watch.emit(ScoredEvent(e, groups))
             credit = credit_step(
@@ -108,6 +109,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
             )
             partial.credit = credit = without_credit(credit) if warming else credit
         with roles.clock.of("learn"):
+            if roles.implicit is not None:
+                partial.learned.append(roles.implicit.learn(e.index, groups, roles.watch))
             for minibatch in pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version):
                 if (batch := minibatch.batch) is not None:
                     try:

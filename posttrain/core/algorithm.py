@@ -179,7 +179,8 @@ class Algorithm:
 
     @property
     def reads(self) -> frozenset[str]:
-        """What the step must score before the loss: subset of {start, reference, values, entropy, energy, teacher}."""
+        """What the step must score before the loss: subset of {start, reference, values, entropy, energy, teacher,
+        implicit}."""
         need = {stream for p in self.pieces for stream in p.reads(self)}
         if (self.forms_ratio and self.anchor == "start") or self.start_before_loss:
             need.add("start")

@@ -154,6 +154,9 @@ DECIDED: dict[str, Decision] = {
     "VLLM.key_env": lambda x, _: _secret(x),
     "VLLM.share": lambda x, _: (Kind.OUTSIDE, f"writes weights into {_file(x)}"),
     "Processes.folder": lambda x, _: (Kind.OUTSIDE, f"writes weights into {_file(x)}"),
+    "Processes.transport": lambda x, _: (
+        (Kind.ADDRESS, "sends weights to whoever connects to a port of this machine") if x == "collective" else None
+    ),
     "Ray.address": lambda x, _: (Kind.ADDRESS, f"sends the model and prompts to the Ray cluster {x}, which runs code"),
     "Run.trackers": lambda x, _: _trackers(x),
 }
@@ -199,7 +202,7 @@ HARMLESS = frozenset(
         *("RejectionMethod.name", "RejectionMethod.paper", "RejectionMethod.distinct", "RejectionMethod.weights"),
         *("RejectionMethod.rationalise", "Regenerate.separator", "Regenerate.by"),
         *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
-        *("Processes.transport", "Processes.delta"),
+        "Processes.delta",
         *("Embedded.update", "Embedded.sleep", "Embedded.timeline", "VLLM.eager"),
         "VLLM.server",  # of the installed package, on this machine alone
     }

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from posttrain.core.bins import bins
+from posttrain.core.bins import balanced, bins
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import Streamed
@@ -140,7 +140,7 @@ class Packed:
     def select(self, episodes: Sequence[int] | np.ndarray) -> Self:
         """The batch of only these episodes (whole units), renumbered from 0.
         Their streams and weights are unchanged."""
-        chosen = np.unique(np.asarray(episodes))
+        chosen = np.unique(np.asarray(episodes, np.int64))
         unit_E = (
             None if self.unit_E is None else np.unique(self.unit_E[chosen], return_inverse=True)[1].astype(np.int32)
         )
@@ -204,6 +204,23 @@ class Packed:
         keys = [self.ids_N[starts[s] : starts[s] + self.lengths_S[s]] for s in firsts]
         found = bins(keys, [int(sizes[m].sum()) for m in members], max_tokens)
         return [np.concatenate([members[u] for u in units]) for units in found]
+
+    def shares(self, world: int) -> list[np.ndarray]:
+        """Episodes of each of `world` ranks, ascending: whole units, balanced by packed tokens (`core.bins.balanced`).
+        Every unit is on one rank. A rank may have none."""
+        sizes = self._sizes_E()
+        members = [self.members(u) for u in range(self.units)]
+        parts = balanced([int(sizes[m].sum()) for m in members], world)
+        return [np.concatenate([np.zeros(0, np.int64), *(members[u] for u in part)]).astype(np.int64) for part in parts]
+
+    def shard(self, rank: int, world: int) -> Self:
+        """The part of one of `world` ranks, with the order, streams and weights that it has here. It may be empty.
+
+        Weights stay normalised over the whole batch, so losses and gradients of all ranks add up to those of the batch.
+        """
+        if not 0 <= rank < world:
+            raise InvariantError(f"rank {rank} of {world}: give a rank from 0 to world - 1")
+        return self if world == 1 else self.select(self.shares(world)[rank])
 
     def cut(self, parts: Sequence[np.ndarray]) -> list[Self]:
         """The batch in parts, given by their episodes."""

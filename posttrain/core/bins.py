@@ -40,6 +40,21 @@ def bins(keys: Sequence[np.ndarray], sizes: Sequence[int], room: int) -> list[li
     return [sorted(b) for b in out]
 
 
+def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Indices of each part, ascending: the largest item first, each into the part that is lightest so far.
+
+    A part may be empty. The heaviest part is at most 4/3 - 1/(3 parts) times as heavy as it must be (Graham 1969).
+
+    Example: sizes 2, 5, 3, 4 in two parts: 5 to the first, 4 to the second, 3 to the second, 2 to the first: 7 and 7.
+    """
+    out, total = [list[int]() for _ in range(parts)], [0] * parts
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        lightest = min(range(parts), key=total.__getitem__)
+        out[lightest].append(i)
+        total[lightest] += sizes[i]
+    return [sorted(part) for part in out]
+
+
 def families(keys: Sequence[np.ndarray], sizes: Sequence[int], room: int) -> list[list[int]]:
     """Items that begin with the same tokens, as far as a family fits into `room`; those that share most are joined
     first."""

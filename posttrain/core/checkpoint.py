@@ -232,7 +232,9 @@ class Checkpoints:
 
         def copy(folder: Path) -> None:
             for path in old.folder.iterdir():
-                if path.name not in ("state.json", files.DIGESTS):
+                if path.is_dir():
+                    shutil.copytree(path, folder / path.name)
+                elif path.name not in ("state.json", files.DIGESTS):
                     shutil.copyfile(path, folder / path.name)
 
         made = self.write(name, copy, state, old.metric, position)

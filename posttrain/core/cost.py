@@ -36,6 +36,7 @@ def reads(a: Algorithm) -> tuple[str, ...]:
         ("values", "values" in a.reads),
         ("entropy", "entropy" in a.reads or a.entropy is not None),
         ("energies", "energy" in a.reads),
+        ("implicit process rewards", "implicit" in a.reads),
         ("teacher", "teacher" in a.reads or a.rewards == "none"),
         *((p.uses(), True) for p in a.pieces if p.uses()),
         ("each reward source", a.rewards == "each"),
@@ -59,6 +60,8 @@ def cost(a: Algorithm) -> Cost:
         passes.append("the policy's entropies")
     if "energy" in a.reads:
         passes.append("the policy's energies, |d log pi / d logits|^2")
+    if "implicit" in a.reads:
+        passes.append("the implicit process reward model, which also learns from every token")
     if "teacher" in a.reads:
         passes.append("the teacher's distributions")
     forwards = len(passes)

@@ -30,6 +30,7 @@ from posttrain.core.pieces.baseline import (
 )
 from posttrain.core.pieces.correction import Mask, NegativeMask, Truncate
 from posttrain.core.pieces.hint import Hint
+from posttrain.core.pieces.implicit import ImplicitOthers
 from posttrain.core.pieces.moving import SourceEma
 from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import BestOf, Overlong, Signed
@@ -83,6 +84,7 @@ PPO          = _patch(REINFORCE, "ppo",          "1707.06347", baseline=Value(ga
                                                                ratio="token", anchor="start",
                                                                clip=Clip(low=0.2, high=0.2), aggregate="token_mean")
 DUAL_CLIP    = _patch(PPO,       "dual_clip",    "1912.09729", clip=Clip(low=0.2, high=0.2, cap=3.0))
+PRIME        = _patch(PPO,       "prime",        "2502.01456", baseline=ImplicitOthers(), whiten=None, filter="mixed")
 V_TRACE      = _patch(PPO,       "v_trace",      "1802.01561", baseline=Value(gae_lambda=1.0, clip=None, trace=1.0),
                                                                correction=(Truncate(cap=1.0),), whiten=None)
 VAPO         = _patch(PPO,       "vapo",         "2504.05118", baseline=Value(gae_lambda=1.0, length_alpha=0.05,

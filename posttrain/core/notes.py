@@ -56,6 +56,11 @@ NOTES: dict[str, str] = {
         "tool tokens. The paper's value loss has no clip and no 1/2"
     ),
     "dual_clip": "3 as in verl and AReaL; ROLL 1.4",
+    "prime": (
+        "the paper's Eq. 5 as written; the authors' code whitens credit over tokens, weighs outcome and process by 5 "
+        "each, and can let phi learn from a step before it scores it (double forward). The paper filters prompts by "
+        "accuracy, .2 to .8; here by spread. It is not prime_rl"
+    ),
     "v_trace": (
         "rho and c are capped at 1, as in the paper's runs, and stand on PPO's term: with one optimizer step a batch "
         "that is the paper's actor"

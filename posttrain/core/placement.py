@@ -27,8 +27,9 @@ class Processes:
     cores: int = 0
     """CPU cores of each engine, which its process may not leave. Engine 0 has the last cores, engine 1 those before
     them, and the learner keeps to the rest, where there is one. 0: all may use all cores."""
-    transport: Literal["shared", "file"] = "shared"
-    """How weights come to the engines. shared: a block of memory of this machine. file: files in `folder`."""
+    transport: Literal["shared", "file", "collective"] = "shared"
+    """How weights come to the engines. shared: a block of memory of this machine. file: files in `folder`. collective:
+    a broadcast over the network by torch.distributed, which needs no folder; it has no password."""
     folder: str | None = None
     """With transport=file: a folder that all machines see, for this run alone. None: a temporary one here."""
     delta: bool = False

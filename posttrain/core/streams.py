@@ -21,7 +21,7 @@ from posttrain.core.errors import InvariantError
 if TYPE_CHECKING:
     from posttrain.core.algorithm import Algorithm
     from posttrain.core.batch import Packed
-    from posttrain.core.ports import Examiner, Learner
+    from posttrain.core.ports import Examiner, Learner, Scorer
 
 X = TypeVar("X")
 C = TypeVar("C")
@@ -149,6 +149,13 @@ STEP = Stream(
     "reward models that learn labels of steps",
 )
 
+OUTCOME = Stream(
+    "outcome",
+    "float64",
+    "the raw outcome of its answer, from 0 to 1",
+    "the loss of an implicit process reward model (baseline=implicitothers)",
+)
+
 OPPONENT = Stream(
     "opponent",
     "bool",
@@ -171,6 +178,8 @@ class Scoring:
     """Optimizer steps that will be taken on these tokens."""
     hinted: Packed | None = None
     """The same spoken tokens behind the prompts that the teacher reads; None: it reads the policy's."""
+    implicit: Scorer | None = None
+    """The implicit process reward model, where the algorithm reads one."""
 
     @property
     def reference(self) -> Examiner:
@@ -216,6 +225,12 @@ COLLISION = Stream(
     "the probability that two draws at a token's position are the same, sum_v pi_v^2, at the start of the step",
     "weights=wpo",
 )
+IMPLICIT = Stream(
+    "implicit",
+    "float32",
+    "the implicit process reward model's log-probs, before it learned from this step",
+    "baseline=implicitothers",
+)
 TOP_IDS = Stream(
     "top_ids",
     "int32",
@@ -241,6 +256,15 @@ def _start_is_scored(s: Scoring) -> bool:
     return s.algorithm.start_before_loss or ("start" in s.algorithm.reads and s.optimizer_steps > 1)
 
 
+def _implicit(s: Scoring) -> tuple[np.ndarray]:
+    if s.implicit is None:
+        raise InvariantError(
+            f"algorithm {s.algorithm.name!r} reads an implicit process reward model, and the stage has none: build its"
+            " roles with one, or set baseline=others"
+        )
+    return (s.implicit.score(s.packed),)
+
+
 def _teacher(s: Scoring) -> tuple[np.ndarray, np.ndarray]:
     assert s.algorithm.distill is not None
     top = s.reference.top(s.read, s.algorithm.distill.top)
@@ -253,6 +277,7 @@ SCORED: list[Maker[Scoring]] = [
     Maker((VALUE,), lambda s: "values" in s.algorithm.reads, lambda s: (s.learner.value(s.packed),)),
     Maker((ENTROPY,), lambda s: "entropy" in s.algorithm.reads, lambda s: (s.learner.entropy(s.packed),)),
     Maker((ENERGY,), lambda s: "energy" in s.algorithm.reads, lambda s: (s.learner.energy(s.packed),)),
+    Maker((IMPLICIT,), lambda s: "implicit" in s.algorithm.reads, _implicit),
     Maker((TOP_IDS, TOP_LOGP), lambda s: s.algorithm.distill is not None, _teacher),
 ]
 """The makers of scored streams, in the order in which they run. Each stream is cut to episodes for credit, and packed

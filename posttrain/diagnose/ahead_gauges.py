@@ -5,6 +5,15 @@ from __future__ import annotations
 from posttrain.diagnose.gauge_definition import Definition
 
 AHEAD: dict[str, Definition] = {
+    "rollout/versions_behind": Definition(
+        "steps between the weights that said a token and those that learn from it, mean over tokens",
+        "steps",
+        "0 without staleness",
+    ),
+    "rollout/most_behind": Definition(
+        "the same of the oldest token", "steps", "at most staleness + sync_every / optimizer steps - 1"
+    ),
+    "rollout/behind_K": Definition("share of tokens that are K steps behind", "share", "any"),
     "rollout/asked_again": Definition(
         "groups that were given up when new weights came, and asked again", "groups", "few: each cost what it had said"
     ),

@@ -6,6 +6,7 @@ from posttrain.diagnose.ahead_gauges import AHEAD
 from posttrain.diagnose.engine_gauges import ENGINE
 from posttrain.diagnose.evaluation_gauges import EVALUATION
 from posttrain.diagnose.gauge_definition import Definition as Definition
+from posttrain.diagnose.implicit_gauges import IMPLICIT
 
 REGISTRY: dict[str, Definition] = {
     "rollout/reward": Definition(
@@ -58,15 +59,6 @@ REGISTRY: dict[str, Definition] = {
     "rollout/walked": Definition(
         "prompts asked since the stage began (read the sum)", "prompts", "goes on after a resume"
     ),
-    "rollout/versions_behind": Definition(
-        "steps between the weights that said a token and those that learn from it, mean over tokens",
-        "steps",
-        "0 without staleness",
-    ),
-    "rollout/most_behind": Definition(
-        "the same of the oldest token", "steps", "at most staleness + sync_every / optimizer steps - 1"
-    ),
-    "rollout/behind_K": Definition("share of tokens that are K steps behind", "share", "any"),
     "rollout/trained_length": Definition(
         "mean length of the answers that got a gradient, over that of all that were asked for the step; without those "
         "that were learned from again",
@@ -408,4 +400,5 @@ REGISTRY: dict[str, Definition] = {
     "correction/silenced": Definition("share of tokens whose correction is 0", "share", "< 0.05"),
     **ENGINE,
     **AHEAD,
+    **IMPLICIT,
 }

@@ -210,7 +210,7 @@ class HFLearner:
             InvariantError: a frozen weight has other bits than at the first call.
         """
         tensors = dict(named_tensors(self.policy.module))
-        found = fingerprints(tensors.items())
+        found = fingerprints((name, self._whole(tensor)) for name, tensor in tensors.items())
         frozen = {n: found[n] for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
         self._frozen = frozen if self._frozen is None else self._frozen
         if moved := [n for n, digest in frozen.items() if self._frozen.get(n, digest) != digest]:
@@ -220,6 +220,9 @@ class HFLearner:
                 " from the last checkpoint"
             )
         return digest_of(found)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def adapter(self) -> TrialOfAdapter | None:
         """What shows that a sampler computes with the adapter; None where all weights train."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from posttrain.core.engines import KernelChoice
-from posttrain.core.errors import InvariantError, RunFolderError
+from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
+from posttrain.core.ranks import ALONE, Ranks, check_same, joint_norm
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.stage import fits
@@ -26,6 +27,9 @@ from posttrain.engine.update_rules import Moments, Momentum, Orthogonal, UpdateR
 NOT_HIDDEN = ("embed*", "*_embed*", "wte", "wpe", "lm_head", "embed_out", "value_head", "reward_head")
 """Patterns of matrices that Muon leaves to AdamW: they turn tokens or positions into vectors, or vectors into scores,
 and their singular directions mean nothing together."""
+
+ELEMENTWISE = ("adamw", "sgd")
+"""The kinds whose update of a number depends on nothing but that number's gradient and state, and the clip."""
 
 Rules = type[UpdateRule]
 
@@ -39,6 +43,7 @@ class StageOptimizer:
         kernels: the choice of kernels (`Model.kernels`).
         scaled: whether losses are scaled, because the model computes in float16.
         home: where moments and averages are between steps; None: on the device of their parameters.
+        ranks: the processes that train together. The parameters are then this rank's parts of the weights.
     """
 
     def __init__(
@@ -48,8 +53,14 @@ class StageOptimizer:
         kernels: KernelChoice = "auto",
         scaled: bool = False,
         home: torch.device | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.config = config
+        if ranks.world > 1 and config.kind not in ELEMENTWISE:
+            raise ConfigError(
+                f"optimizer.kind={config.kind} reads more of a weight than one rank has, and is not built for"
+                f" {ranks.world} ranks. Set it to {' or '.join(ELEMENTWISE)}, or train in one process"
+            )
+        self.config, self.ranks = config, ranks
         self._home = None if home is None else StateAtHome(home)
         self._scale = LossScale() if scaled else None
         self.steps = 0
@@ -141,7 +152,7 @@ class StageOptimizer:
         self._follow_weights()
         self.gather()
         with_grad = [t for t in self._moved.values() if t.grad is not None]
-        norm = torch.nn.utils.get_total_norm([t.grad for t in with_grad if t.grad is not None])
+        norm = self._norm(with_grad)
         size = float(norm)
         if math.isfinite(size):
             if size > self.config.clip:
@@ -236,6 +247,19 @@ class StageOptimizer:
                 found = found if self._scale is None else found.mul_(1 / self._scale.value)
                 master.grad = found if master.grad is None else master.grad.add_(found)
                 p.grad = None
+
+    def _norm(self, tensors: list[Tensor]) -> Tensor:
+        """The norm of the gradients of all ranks together.
+
+        Raises:
+            InvariantError: the ranks have taken different numbers of steps, or step at different learning rates.
+        """
+        own = torch.nn.utils.get_total_norm([t.grad for t in tensors if t.grad is not None])
+        if self.ranks.world == 1:
+            return own
+        advice = "One of them left out an update, so its part of the weights is stale: go on from the last checkpoint"
+        check_same(self.ranks, (self.steps, self.lr), "number of optimizer steps and learning rate", advice)
+        return own.new_tensor(joint_norm(self.ranks.every(float(own))))
 
     def _divided(self) -> Iterator[tuple[Rules, list[str]]]:
         """The rules with the names of their parameters, in the order of the parameters; several of a kind where their

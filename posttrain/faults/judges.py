@@ -9,6 +9,7 @@ import numpy as np
 
 from posttrain.core.judgements import Pair
 from posttrain.core.verdict import State, Verdict
+from posttrain.environment.judge_rules import chosen
 from posttrain.faults.registry import fault
 
 Real = Callable[..., Any]
@@ -107,3 +108,24 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     return lambda self, text: real(self, text) + 1
+
+
+# --- a meta reward model of its judgements ---------------------------------------------------------------------------
+
+
+@fault(
+    "meta_labels_are_its_votes",
+    seam="posttrain.api.meta_rows:labels",
+    what="a judgement counts as right where it names what most of the judge's votes about the pair name",
+    harm="the meta reward model learns what the judge likes to say, and its filter makes the judge surer of its errors",
+    source="issue 14: meta-RM trained on its own votes",
+    needs="meta",
+)
+def _(real: Real) -> Real:
+    def labels(judging: Any, each: Any) -> list[bool | None]:
+        named = [None if v.scores is None else chosen(v.scores) for v in each.votes]
+        sides = [side for side in named if side is not None]
+        most = max(sides, key=sides.count, default=None)
+        return [None if v.scores is None else side == most for v, side in zip(each.votes, named, strict=True)]
+
+    return labels

@@ -10,6 +10,7 @@ import numpy as np
 
 from posttrain.core.streams import STEP
 from posttrain.faults.registry import fault
+from posttrain.role.events import UNOBSERVED
 
 Real = Callable[..., Any]
 
@@ -126,3 +127,47 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     return lambda scores, how: math.prod(scores)
+
+
+# --- implicit process rewards ----------------------------------------------------------------------------------------
+
+
+@fault(
+    "implicit_learns_before_it_scores",
+    seam="posttrain.controller.step:score",
+    what="the implicit process reward model learns the outcomes of a step before it scores its answers",
+    harm="its rewards tell the outcome of the very answer, and look better than they are",
+    source="trap of 2502.01456: the update of the reward model before, or after, its forward pass",
+    needs="implicit",
+)
+def _(real: Real) -> Real:
+    def score(groups: Any, a: Any, learner: Any, reference: Any, *, optimizer_steps: int, implicit: Any) -> Any:
+        known = {"optimizer_steps": optimizer_steps, "implicit": implicit}
+        implicit.learn(0, real(groups, a, learner, reference, **known), UNOBSERVED)
+        return real(groups, a, learner, reference, **known)
+
+    return score
+
+
+@fault(
+    "implicit_outcomes_shifted",
+    seam="posttrain.role.implicit:outcomes",
+    what="the implicit process reward model learns of each answer the outcome of the one before it",
+    harm="its rewards are noise, of the right size and with a loss that falls",
+    source="pain 18: rewards and completions misaligned",
+    needs="implicit",
+)
+def _(real: Real) -> Real:
+    return lambda answers: np.roll(real(answers), 1)
+
+
+@fault(
+    "implicit_return_from_the_start",
+    seam="posttrain.algorithm.baseline:to_go",
+    what="a token's credit counts the implicit process rewards up to it instead of those from it on",
+    harm="tokens are paid for what was said before them",
+    source="trap of C06: a cumulative sum in the wrong direction",
+    needs="implicit",
+)
+def _(real: Real) -> Real:
+    return lambda x_T: np.cumsum(x_T)

@@ -8,6 +8,7 @@ may raise, which stops the run. Observers never change what is computed.
     RegeneratedEvent      wrong answers were said anew from their first wrong step
     KeptEvent             completions were selected to be imitated, and the weights to train are in place
     ScoredEvent           the models scored them; credit is not computed yet
+    OutcomesEvent         an implicit process reward model is about to learn their outcomes
     PackedEvent           a minibatch was packed; there was no forward pass on it yet
     DifferentiatedEvent   its gradient was computed; the optimizer has not stepped yet
     LearnedEvent          the optimizer has stepped; the sampler has the old weights
@@ -71,6 +72,14 @@ class ScoredEvent:
 
 
 @dataclass(frozen=True, eq=False)
+class OutcomesEvent:
+    index: int
+    """The step, counted from 1."""
+    batch: Batch
+    """Every scored answer, with its outcome."""
+
+
+@dataclass(frozen=True, eq=False)
 class PackedEvent:
     index: int
     """The step, counted from 1."""
@@ -126,6 +135,7 @@ Event = (
     | LabelledEvent
     | RegeneratedEvent
     | ScoredEvent
+    | OutcomesEvent
     | PackedEvent
     | DifferentiatedEvent
     | LearnedEvent

@@ -53,6 +53,12 @@ class Passes:
         held = [p.grad for p in learner.parameters().values()] if needs.gradients else []
         return cls(needs, stale_gradients=sum(g is not None and bool(g.any()) for g in held), scale=scale)
 
+    def join(self, ranks: Sequence[Passes]) -> None:
+        """Become the passes of all ranks, one rank after the other."""
+        for name in ("micros", "episodes", "logp", "logp_grad", "entropy_grad", "value"):
+            setattr(self, name, [x for each in ranks for x in getattr(each, name)])
+        self.stale_gradients = sum(each.stale_gradients for each in ranks)
+
     def joined(self, batch: Batch, parts: Sequence[np.ndarray]) -> np.ndarray:
         """[M]: values per spoken token of each micro-batch, in the order of the minibatch.
 

@@ -24,6 +24,7 @@ from posttrain.core.step_labels import StepLabeling
 from posttrain.role.events import Observers
 from posttrain.role.group_queue import GroupSource
 from posttrain.role.hinted import Hints
+from posttrain.role.implicit import ImplicitModel
 from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
 from posttrain.role.prompts import Prompts
@@ -223,6 +224,8 @@ class ReinforceRoles(StageRoles[Reinforce]):
     reference: Reference | None
     replay: ReplayBuffer | None = None
     """Groups of earlier steps, from which this one learns again."""
+    implicit: ImplicitModel | None = None
+    """Learns outcomes beside the policy, where the algorithm reads implicit process rewards."""
     adaptive: AdaptiveState = AdaptiveState()
     """Adaptive coefficients and moving averages, which change from step to step."""
     other_environments: tuple[Environment, ...] = ()

@@ -9,7 +9,7 @@ import numpy as np
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Examiner, Learner
+from posttrain.core.ports import Examiner, Learner, Scorer
 from posttrain.core.scored import Scored, ScoredGroup
 from posttrain.core.streams import SCORED, Scoring, Stream
 from posttrain.core.types import Episode, Group
@@ -24,6 +24,7 @@ def score(
     *,
     optimizer_steps: int,
     hints: Hints | None = None,
+    implicit: Scorer | None = None,
 ) -> tuple[ScoredGroup, ...]:
     """The judged episodes of each group with the streams that `a` reads. Groups without any are left out.
 
@@ -45,6 +46,7 @@ def score(
         reference if hints is None else hints.teacher(learner, reference),
         optimizer_steps,
         None if hinted is None else Packed.of(hinted),
+        implicit,
     )
     made = {stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(look).items()}
     scored = iter(

@@ -15,14 +15,16 @@ from torch import Tensor
 from posttrain.algorithm.losses import STEP_SHARE, Loss
 from posttrain.algorithm.objective import Terms
 from posttrain.core.batch import Batch
-from posttrain.core.errors import InvariantError
+from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Learner
+from posttrain.core.ranks import ALONE, Ranks
 from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.scores import ExpectedUpdate, TokenScores
 from posttrain.role.events import UNOBSERVED, DifferentiatedEvent, LearnedEvent, Observers, PackedEvent
 from posttrain.role.memory import memory_suffices
 from posttrain.role.passes import Passes
+from posttrain.role.rank_share import check_shares, of_all_ranks, smallest_unit
 
 
 class NonFiniteGradient(InvariantError):
@@ -164,11 +166,21 @@ class Trainer:
     version: int = 0
     skipped: int = 0
     """Optimizer steps in a row that were left out, up to now (`Optimizer.skips`)."""
+    ranks: Ranks = ALONE
+    """The processes that train together. Each is given the whole minibatch and computes its own shard of it."""
+
+    def __post_init__(self) -> None:
+        for word, part in (("learner", self.learner), ("optimizer", self.optimizer)):
+            if (world := getattr(part, "ranks", ALONE).world) != self.ranks.world:
+                raise ConfigError(
+                    f"the {word} is one of {world} ranks, and the trainer one of {self.ranks.world}: gradients would be"
+                    " counted several times, or clipped by a part of their norm. Give all three the same ranks="
+                )
 
     def step(
         self, batch: Batch, loss: Loss, watch: Observers = UNOBSERVED, *, index: int = 0, first: bool = False
     ) -> Gauges:
-        """One optimizer step on one minibatch. Splitting it into micro-batches does not change the gradient.
+        """One optimizer step on one minibatch. Splitting it into micro-batches and ranks does not change the gradient.
 
         Args:
             watch: the observers. They get PackedEvent before the first forward pass, DifferentiatedEvent before the
@@ -185,8 +197,10 @@ class Trainer:
         passes = Passes.of(watch.needs(packed), self.learner, scale)
         self.learner.train_mode(True)
         parts, packing = list[Terms](), Packing(self.micro_tokens)
+        micros = self._micros(batch)
+        waiting = max(self.ranks.every(len(micros))) - len(micros)
         with self.frozen():
-            for episodes, micro in self._micros(batch):
+            for episodes, micro in micros:
                 with memory_suffices(micro, self.micro_tokens):
                     scores = self._forward(micro, loss)
                     passes.record(micro, scores, episodes)
@@ -195,6 +209,8 @@ class Trainer:
                     (terms.loss if scale == 1 else terms.loss * scale).backward()
                     self.optimizer.gather()
                 parts.append(Terms(terms.loss.detach(), terms.gauges))
+            self._keep_step(batch, loss, waiting)
+        parts = of_all_ranks(self.ranks, parts, passes, packing)
         seen = loss.gauges(batch, parts)
         share = seen[STEP_SHARE].mean if STEP_SHARE in seen else 1.0
         watch.emit(DifferentiatedEvent(packed, passes, share))
@@ -204,23 +220,35 @@ class Trainer:
             watch.emit(LearnedEvent(packed, passes, lr * share))
         return merge(seen, updated, packing.gauges())
 
-    def _micros(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch]]:
-        """The micro-batches, each with its episodes in the minibatch.
+    def _micros(self, batch: Batch) -> list[tuple[np.ndarray, Batch]]:
+        """The micro-batches of this rank, each with its episodes in the minibatch.
 
         Raises:
             InvariantError: they are not the whole minibatch, each episode once.
         """
-        bins = batch.bins(self.micro_tokens)
-        micros = batch.cut(bins)
-        packed = np.sort(np.concatenate(bins))
-        if not np.array_equal(packed, np.arange(batch.episodes)) or sum(m.spoken for m in micros) != batch.spoken:
-            count = np.bincount(packed, minlength=batch.episodes)
+        share = batch.shard(self.ranks.rank, self.ranks.world)
+        whole = np.arange(batch.episodes)
+        mine = whole if share is batch else batch.shares(self.ranks.world)[self.ranks.rank]
+        bins = share.bins(self.micro_tokens) if share.episodes else []
+        micros = share.cut(bins)
+        packed = np.sort(np.concatenate([whole[:0], *bins]))
+        if not np.array_equal(packed, whole[: share.episodes]) or sum(m.spoken for m in micros) != share.spoken:
+            count = np.bincount(packed, minlength=share.episodes)
             raise InvariantError(
                 f"the micro-batches hold {sum(m.spoken for m in micros)} spoken tokens of the minibatch's"
-                f" {batch.spoken}; {int((count == 0).sum())} of its {batch.episodes} episodes are in none of them and"
+                f" {share.spoken}; {int((count == 0).sum())} of its {share.episodes} episodes are in none of them and"
                 f" {int((count > 1).sum())} in several: packing dropped or doubled a trajectory"
             )
-        return zip(bins, micros, strict=True)
+        check_shares(self.ranks, batch, mine, micros)
+        return [(mine[chosen], micro) for chosen, micro in zip(bins, micros, strict=True)]
+
+    def _keep_step(self, batch: Batch, loss: Loss, passes: int) -> None:
+        """Take part in the `passes` of ranks that have more micro-batches: weights and gradients of all ranks come
+        together in every pass. Each is of the smallest unit, with its loss multiplied by 0."""
+        for _ in range(passes):
+            one = smallest_unit(batch)
+            (loss.terms(one, self._forward(one, loss)).loss * 0).backward()
+            self.optimizer.gather()
 
     def _forward(self, micro: Batch, loss: Loss) -> TokenScores:
         reads = loss.reads(micro)
@@ -267,16 +295,20 @@ class Trainer:
         return scaled | {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
     def _culprits(self, batch: Batch, loss: Loss) -> list[int]:
-        """Episodes of the units whose own loss or gradient is not finite. The weights have not changed since."""
+        """Episodes of the units whose own loss or gradient is not finite. The weights have not changed since. All ranks
+        compute each unit together."""
         out: list[int] = []
         parameters = list(self.learner.parameters().values())
         for unit in range(batch.units):
             episodes = batch.members(unit)
             one = batch.select(episodes)
             total = loss.terms(one, self._forward(one, loss)).loss
-            found = torch.autograd.grad(total, parameters, allow_unused=True)
-            if not all(bool(torch.isfinite(x).all()) for x in (total, *found) if x is not None):
+            total.backward()
+            found = [total, *(p.grad for p in parameters if p.grad is not None)]
+            if not all(self.ranks.every(all(bool(torch.isfinite(x).all()) for x in found))):
                 out.extend(episodes.tolist())
+            for p in parameters:
+                p.grad = None
         return out
 
     def trained(self) -> Mapping[str, Any]:

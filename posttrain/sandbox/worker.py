@@ -31,7 +31,8 @@ IDLE_SECONDS = 0.2
 GRACE = 5.0
 """Seconds beyond a job's wall time before the whole sandbox counts as lost."""
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Statuses of a sandbox that was killed, by itself or within bubblewrap."""
+"""Exit codes of a sandbox that somebody killed, most often the system for want of memory: its own, and as bubblewrap
+tells of the process inside."""
 SPILL = 4
 """A program is stopped when a stream is longer than this many times what is kept of it."""
 CHUNK = 65536

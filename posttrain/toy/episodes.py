@@ -16,7 +16,7 @@ import numpy as np
 
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Scored, ScoredGroup
-from posttrain.core.streams import ENERGY, ENTROPY, REFERENCE, START, TOP_IDS, TOP_LOGP, VALUE
+from posttrain.core.streams import ENERGY, ENTROPY, IMPLICIT, REFERENCE, START, TOP_IDS, TOP_LOGP, VALUE
 from posttrain.core.types import SHOWN, Episode, Group, Segment, Stop, Task, Top
 from posttrain.core.verdict import Judged, Verdict
 
@@ -38,11 +38,13 @@ class PlainEpisode:
     mu: np.ndarray
     """Log-probs of the sampler."""
     start: np.ndarray | None = None
-    """Log-probs of the learner at the start of the step. This and the next four are None where they were not scored."""
+    """Log-probs of the learner at the start of the step. This and the next five are None where they were not scored."""
     reference: np.ndarray | None = None
     values: np.ndarray | None = None
     entropy: np.ndarray | None = None
     energy: np.ndarray | None = None
+    implicit: np.ndarray | None = None
+    """Log-probs of an implicit process reward model."""
     stop: Stop = Stop.SAID
     observation: int = 2
     """Number of tokens of the observation between two turns."""
@@ -103,7 +105,7 @@ def _cut(x: np.ndarray, episode: Episode) -> tuple[np.ndarray, ...]:
 
 def _scored(episode: Episode, plain: PlainEpisode) -> Scored:
     held = {START: plain.start, REFERENCE: plain.reference, VALUE: plain.values}
-    held |= {ENTROPY: plain.entropy, ENERGY: plain.energy}
+    held |= {ENTROPY: plain.entropy, ENERGY: plain.energy, IMPLICIT: plain.implicit}
     held |= {} if plain.teacher is None else {TOP_IDS: plain.teacher.ids, TOP_LOGP: plain.teacher.logp}
     return Scored(episode, streams={s: _cut(x, episode) for s, x in held.items() if x is not None})
 
@@ -135,7 +137,8 @@ def rewarded(*groups: Sequence[float], lengths: Sequence[Sequence[int]] | None =
     lengths = lengths or [[1] * len(g) for g in groups]
 
     def plain(reward: float, n: int) -> PlainEpisode:
-        return PlainEpisode(reward, [[n]], np.full(n, -1.0), np.full(n, -1.0), energy=np.ones(n))
+        same = np.full(n, -1.0)
+        return PlainEpisode(reward, [[n]], same, same, reference=same, energy=np.ones(n), implicit=same)
 
     return [
         scored_group(str(i), [plain(r, n) for r, n in zip(g, ns, strict=True)])

@@ -67,6 +67,7 @@ def test_at_least_nine_in_ten_are_caught() -> None:
         "votes",
         "yes",
         "process",
+        "implicit",
         "regenerate",
         "ahead",
     ],

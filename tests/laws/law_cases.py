@@ -17,6 +17,7 @@ from posttrain.core import ladder
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.pieces.baseline import GroupMean, Value
 from posttrain.core.pieces.correction import BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
+from posttrain.core.pieces.implicit import ImplicitOthers
 from posttrain.core.pieces.pull import KL
 from posttrain.core.pieces.shape import BestOf
 from posttrain.core.pieces.token import ClipCov, Distill, EntropyBonus, KlCov, SecondMoment
@@ -42,6 +43,7 @@ THE_LADDER: list[Case] = [
     (ladder.TOPR, t.topr),
     (ladder.PPO, t.ppo),
     (ladder.DUAL_CLIP, t.dual_clip),
+    (ladder.PRIME, f.prime(0.05)),
     (ladder.V_TRACE, t.v_trace(1.0)),
     (ladder.VAPO, t.vapo()),
     (ladder.REINFORCE_PP, t.reinforce_pp),
@@ -97,6 +99,7 @@ THE_LADDER: list[Case] = [
 
 TIGHT: list[Case] = [
     (patch(ladder.PPO, "ppo_plain", "-", whiten=None, baseline=Value(clip=None)), lambda eps: t.ppo(eps, False, None)),
+    (patch(ladder.PRIME, "prime_loud", "-", baseline=ImplicitOthers(beta=2.0)), f.prime(2.0)),
     (patch(ladder.REMAX, "remax_kl", "-", pull=KL(coef=0.1, estimator="k1", placement="reward")), t.remax_kl),
     (patch(ladder.VAPO, "vapo_adaptive", "-", baseline=Value(gae_lambda=1.0, length_alpha=0.5)), t.vapo(0.5)),
     (patch(ladder.PKPO, "pkpo_2", "-", shape=(BestOf(k=2, gain=True),)), lambda eps: t.pkpo(eps, 2)),

@@ -60,6 +60,7 @@ class Ep:
     v_old: Tensor
     entropy_old: Tensor
     energy: Tensor
+    phi: Tensor
     version: Tensor
     mu_near: Tensor
     """[n, V]: the sampler's whole distribution."""
@@ -107,6 +108,7 @@ class World:
         self.v_old, self.entropy_old = rng.normal(size=m).astype(np.float32), rng.random(m).astype(np.float32)
         self.version = rng.integers(0, NOW + 1, m).astype(np.int32)
         self.energy = np.random.default_rng([seed, 1]).uniform(0.01, 1.9, m).astype(np.float32)
+        self.phi = (self.ref + np.random.default_rng([seed, 2]).normal(size=m)).astype(np.float32)
         said = rng.integers(0, VOCABULARY, m)
         now = np.minimum(self.start.astype(np.float64) + rng.normal(size=m) * 0.3, -0.005)
         self.logits = torch.tensor(_softmax_through(rng, said, now), requires_grad=True)
@@ -144,6 +146,7 @@ class World:
             values=self.v_old[here] if "values" in reads else None,
             entropy=self.entropy_old[here] if "entropy" in reads else None,
             energy=self.energy[here] if "energy" in reads else None,
+            implicit=self.phi[here] if "implicit" in reads else None,
             ids=ids[self.at, self.said][here],
             version=self.version[here],
             shown=shown,
@@ -182,6 +185,7 @@ class World:
             v_old=put(self.v_old),
             entropy_old=put(self.entropy_old),
             energy=put(self.energy),
+            phi=put(self.phi),
             version=put(self.version),
             mu_near=put(self.mu_near),
             teacher=put(self.teacher),

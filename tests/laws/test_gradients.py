@@ -27,6 +27,7 @@ from posttrain.core.streams import (
     ADVANTAGE,
     ENERGY,
     ENTROPY,
+    IMPLICIT,
     MU,
     REFERENCE,
     RETURN,
@@ -168,7 +169,8 @@ def test_no_stream_is_made_that_is_not_read(a: Algorithm) -> None:
     scores, s = here.scores(batch), streams(batch, dtype=torch.float64)
     right = here.gradient(objective(a, s, scores).loss)
     before = {
-        REFERENCE: a.kl_in_credit is not None,
+        REFERENCE: a.kl_in_credit is not None or "implicit" in a.reads,
+        IMPLICIT: True,
         START: a.start_before_loss,
         ENTROPY: True,
         ENERGY: True,

@@ -65,6 +65,7 @@ from posttrain.core.pieces.baseline import (
     Zero,
 )
 from posttrain.core.pieces.correction import BinaryKL, Mask, NegativeMask, Reject, Truncate, Veto
+from posttrain.core.pieces.implicit import ImplicitOthers
 from posttrain.core.pieces.moving import SourceEma
 from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import (
@@ -116,6 +117,7 @@ REFUSED = [
     (GDPO, {"shape": (Signed(),)}, "rewards=each compares"),
     (GDPO, {"baseline": LengthMean()}, "rewards=each compares"),
     (GDPO, {"baseline": StepMean()}, "rewards=each compares"),
+    (GRPO, {"baseline": ImplicitOthers()}, "one number for an answer cannot scale"),
     (GRPO, {"baseline": EnergyMean()}, "compares token by token"),
     (GSPO, {"baseline": EnergyMean(), "scale": "one"}, "varies inside the sequence"),
     (REINFORCE, {"rewards": "each"}, "rewards=each compares"),
@@ -192,6 +194,8 @@ def test_their_neighbours_are_not(parent: Algorithm, changes: dict[str, Any]) ->
 
 
 NUMBERS: list[tuple[type, dict[str, Any]]] = [
+    (ImplicitOthers, {"beta": -0.1}),
+    (ImplicitOthers, {"lr_factor": 0.0}),
     *[(Clip, n) for n in ({"low": 1.5}, {"high": -0.1}, {"cap": 1.2}, {"low": -0.1})],
     *[(Cap, n) for n in ({"low": 2.0, "high": 1.0}, {"low": -1.0}, {"high": 0.0})],
     (Taper, {"cap": 0.0}),
@@ -310,6 +314,7 @@ READS = {
     "reference": "rloo opd iw_opd",
     "teacher": "gkd sdpo sdft",
     "start values": "ppo dual_clip v_trace vapo",
+    "implicit reference start": "prime",
     "reference start": (
         "mopd reinforce_pp reinforce_pp_baseline grpo grpo_process two_sided deepseek_v32 gdpo pass_at_k"
     ),

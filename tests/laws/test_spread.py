@@ -63,6 +63,7 @@ def siblings(name: str, rewards: Sequence[Terms], resolution: float = RESOLUTION
                 one,
                 np.zeros(tokens),
                 energy=np.ones(tokens),
+                implicit=one,
                 verdicts=tuple(
                     Judged(f"s{i}", 1.0, Verdict.value(x), resolution=resolution) for i, x in enumerate(terms)
                 ),

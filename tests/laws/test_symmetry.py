@@ -14,7 +14,7 @@ from posttrain.core.ladder import DR_GRPO, EMA, GRPO, LADDER, MAXRL, PASS_AT_K, 
 from posttrain.core.pieces.baseline import Ema, Others
 from posttrain.core.pieces.shape import BestOf
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.toy.episodes import PlainEpisode, scored_group
+from posttrain.toy.episodes import PlainEpisode, rewarded, scored_group
 
 CREDIT = ("baseline", "scale", "rewards", "whiten", "shape")
 
@@ -170,13 +170,8 @@ def test_no_spread_stays_zero_beside_others(a: Algorithm) -> None:
 
 def test_silent_groups_are_counted() -> None:
     """`silent` is said of groups without spread, and of no others."""
+    groups = rewarded([1, 0, 0, 0, 0], [1, 1, 1], [0])
     for a in RELATIVE:
-        groups = [
-            scored_group(
-                str(i), [PlainEpisode(r, [[1]], np.full(1, -1.0), np.full(1, -1.0), energy=np.ones(1)) for r in g]
-            )
-            for i, g in enumerate(([1, 0, 0, 0, 0], [1, 1, 1], [0]))
-        ]
         assert [g.silent for g in credit_step(a, groups, max_tokens=20, ema=0.0).groups] == [False, True, True], a.name
 
 

@@ -49,6 +49,24 @@ def grpo_process(eps: Sequence[Ep]) -> Tensor:
     return -means([x - 0.04 * k3(e) for e, x in zip(eps, clipped(eps, adv), strict=True)])
 
 
+def prime(beta: float) -> Book:
+    """2502.01456, Eq. 5 with gamma 1: at each token the sum over those from it on of r_phi less the mean over the other
+    answers of their mean r_phi, plus the outcome less the others' mean one; PPO's clip over all tokens."""
+
+    def book(eps: Sequence[Ep]) -> Tensor:
+        adv: list[Tensor] = []
+        for e in eps:
+            mates = [f for f in eps if f.group == e.group and f is not e]
+            r = beta * (e.phi - e.ref)
+            level = mean(float((beta * (f.phi - f.ref)).mean()) for f in mates)
+            whole = e.R - mean(f.R for f in mates)
+            each = [sum(float(r[s]) - level for s in range(t, len(e))) + whole for t in range(len(e))]
+            adv.append(torch.tensor(each, dtype=torch.float64))
+        return -tokens(clipped(eps, adv))
+
+    return book
+
+
 def _among(values: Sequence[float], x: float) -> float:
     """Standardised among `values`; 0 where they agree."""
     return (x - mean(values)) / stdev(values) if len(values) > 1 and max(values) != min(values) else 0.0

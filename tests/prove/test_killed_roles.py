@@ -70,6 +70,7 @@ def test_whoever_is_killed_the_run_ends_with_the_same_bits(staleness: int, tmp_p
         ended(folder, run, killer)
         assert killer.killed, "a run in which nobody could be killed"
         killed += killer.killed
+        print(f"run {runs}: {dict(killer.killed)}", flush=True)
         assert outcome(folder) == whole, f"it differs after {dict(killer.killed)} were killed"
         nothing_lost_or_doubled(folder, counted(run))
     print(f"killed in {runs} runs: {dict(killed)}")

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,9 @@ from posttrain.engine.pool.ray_host import RayCluster, RayHost
 from tests.laws.test_placement import Killer, placed, played
 from tests.rooms.pool_parts import PLAIN, KnownSampler, Refuses, known, prompt
 
-KILLS = int(os.environ.get("POSTTRAIN_SWEEP_KILLS", "3"))
+KILLS = int(os.environ.get("POSTTRAIN_SWEEP_KILLS", "1"))
+"""Actors of a case that are killed at least, in as many runs as that takes, `AT_ONCE` in a run at most."""
+AT_ONCE = 5
 
 
 @pytest.fixture(scope="module")
@@ -82,26 +85,29 @@ def test_a_start_that_fails_tells_its_cause(cluster: RayCluster) -> None:
         actor_pool(cluster, partial(Refuses, "exits"))
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize(("staleness", "transport"), [(0, "collective"), (2, "shared")])
 def test_engines_on_ray_change_no_bit_though_they_are_killed(
-    staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: RayCluster
+    staleness: int, transport: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: RayCluster
 ) -> None:
     local = played(placed(Local(), staleness, steps=8), tmp_path / "local")
-    run = placed(Ray(engines=2, deaths=KILLS + 2), staleness, steps=8)
+    run = placed(Ray(engines=2, transport=transport, deaths=AT_ONCE + 2), staleness, steps=8)
     assert played(run, tmp_path / "ray") == local
-    killer, begin = Killer(7, 0.5, KILLS), EnginePool.__init__
+    killed, begin = 0, EnginePool.__init__
+    while killed < KILLS:
+        killer, folder = Killer(7 + killed, 0.5, min(AT_ONCE, max(3, KILLS - killed))), tmp_path / f"killed-{killed}"
 
-    def watched(self: EnginePool, *args: object, **kwargs: object) -> None:
-        begin(self, *args, **kwargs)  # type: ignore[arg-type]
-        killer.pools.append(self)
+        def watched(self: EnginePool, *args: object, killer: Killer = killer, **kwargs: object) -> None:
+            begin(self, *args, **kwargs)  # type: ignore[arg-type]
+            killer.pools.append(self)
 
-    monkeypatch.setattr(EnginePool, "__init__", watched)
-    killer.thread.start()
-    try:
-        assert played(replace(run), tmp_path / "killed") == local
-    finally:
-        killer.over.set()
-        killer.thread.join()
-    told = sum(s.clock.get("engine/deaths", 0) for s in reader.steps(tmp_path / "killed"))
-    print(f"{killer.killed} actors killed, {told:g} told in the record")
-    assert killer.killed
+        monkeypatch.setattr(EnginePool, "__init__", watched)
+        killer.thread.start()
+        try:
+            assert played(replace(run), folder) == local
+        finally:
+            killer.over.set()
+            killer.thread.join()
+        told = sum(s.clock.get("engine/deaths", 0) for s in reader.steps(folder))
+        print(f"{killer.killed} actors killed, {told:g} told in the record", flush=True)
+        assert killer.killed, "a run in which nobody could be killed"
+        killed += killer.killed

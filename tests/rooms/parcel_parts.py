@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from posttrain.engine.parcel.collective import COLLECTIVE, CollectiveFetch
+from posttrain.engine.parcel import collective
 from posttrain.engine.parcel.parcel import Parcel, ParcelError, ParcelGoneError
-from posttrain.engine.parcel.receiver import FETCH, ParcelReceiver
+from posttrain.engine.parcel.receiver import ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender
 from posttrain.engine.parcel.shared import FOLDER, PREFIX, SharedCarrier
 
@@ -55,16 +57,31 @@ def read_once(link: Connection) -> None:
     link.send(float(sum(t.double().sum() for t in tensors.values())))
 
 
-def take_part(link: Connection, rank: int, seconds: float) -> None:
-    """Read every parcel that comes by broadcast; answers the number that its tensors hold, or the error."""
+def take_part(link: Connection) -> None:
+    """Read every parcel that comes by broadcast; answers the number that its tensors hold, or the error. A signal that
+    comes with a parcel is sent to this process when the second bucket is due."""
     link.send("ready")
-    receiver = ParcelReceiver({**FETCH, COLLECTIVE: CollectiveFetch(rank, seconds=seconds)})
-    while (parcel := link.recv()) is not None:
+    receiver, plain = ParcelReceiver(), collective._broadcast
+    while (told := link.recv()) is not None:
+        parcel, number = told
+        collective._broadcast = raises_at(plain, 2, number) if number else plain
         try:
             held = {float(x) for _, t in receiver.read(parcel) for x in t.unique()}
             link.send(held)
         except ParcelError as error:
             link.send(error)
+
+
+def raises_at(broadcast: Callable[..., None], bucket: int, number: int) -> Callable[..., None]:
+    """The broadcast of a bucket, before which this process gets the signal with this number."""
+    count = itertools.count(1)
+
+    def raises(*given: Any) -> None:
+        if next(count) == bucket:
+            os.kill(os.getpid(), number)
+        broadcast(*given)
+
+    return raises
 
 
 def publish_and(then: str) -> None:

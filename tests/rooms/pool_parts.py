@@ -192,8 +192,10 @@ class Refuses(KnownSampler):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def process_pool(engine: Any = KnownSampler, count: int = 1, timeout: float = 60.0, **how: Any) -> EnginePool:
-    start = pickle.dumps(EngineStart(engine, ParcelReceiver))
+def process_pool(
+    engine: Any = KnownSampler, count: int = 1, timeout: float = 60.0, receiver: Any = ParcelReceiver, **how: Any
+) -> EnginePool:
+    start = pickle.dumps(EngineStart(engine, receiver))
 
     def new(number: int) -> tuple[ProcessHost, Future[EngineFacts]]:
         host = ProcessHost(f"engine {number}", start, threads=1, cores=None)

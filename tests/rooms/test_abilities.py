@@ -4,6 +4,7 @@ is misspelt."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -142,6 +143,26 @@ async def test_right_answers_are_asked_again_and_those_vouched_for_are_proved() 
     await proofs.near_misses_are_not(able(gold=vouched), Bare.heldout)
     with pytest.raises(InvariantError, match="which is no answer"):
         await proofs.near_misses_are_not(able(gold=replace(vouched, wrong=right)), Bare.heldout)
+
+
+async def test_a_verifier_that_fails_is_no_verdict_on_a_right_answer() -> None:
+    """A sandbox that is killed while right answers are tried stops no run: the verifier is asked again, as in a
+    rollout. Where it fails each time, the message says that, and not that the answer is wrong."""
+    fails = itertools.count()
+
+    async def shaky(attempt: Attempt) -> Verdict:
+        return Verdict.failed("sandbox", "it was killed") if next(fails) % 3 < 2 else await verdict(attempt)
+
+    async def down(attempt: Attempt) -> Verdict:
+        return Verdict.failed("sandbox", "it was killed")
+
+    gold = GoldAnswers(right=right, verdict=shaky)
+    await proofs.gold_is_paid(able(gold=gold), Bare.heldout)
+    await proofs.near_misses_are_not(able(gold=gold), Bare.heldout)
+    assert next(fails) >= 6
+    for proof in (proofs.gold_is_paid, proofs.near_misses_are_not):
+        with pytest.raises(InvariantError, match=r"fails on task .* \(sandbox: it was killed\), each of 3 times"):
+            await proof(able(gold=replace(gold, verdict=down)), Bare.heldout)
 
 
 def test_demonstrations_are_imitated(tmp_path: Path) -> None:

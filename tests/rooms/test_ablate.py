@@ -128,8 +128,9 @@ def test_every_algorithm_is_evaluated_or_named_with_its_reason(everything: Ablat
     assert {*rows, *refused} == set(LADDER) and not {*rows} & {*refused}
     learned = {"ppo", "dual_clip", "v_trace", "vapo"}
     taught = {"opd", "iw_opd", "mopd", "gkd", "sdpo", "sdft"}
-    assert {*refused} == {"remax", "luffy", "chord", "dppo_top"} | learned | taught
+    assert {*refused} == {"remax", "luffy", "chord", "dppo_top", "prime"} | learned | taught
     assert "greedy answer" in refused["remax"] and "values" in refused["ppo"] and "demonstrations" in refused["luffy"]
+    assert "implicit process reward model" in refused["prime"]
     assert "most probable tokens" in refused["dppo_top"] and "teacher" in refused["gkd"]
     assert all(math.isfinite(r.norm) and 0 <= r.silent <= 1 and r.tokens <= everything.tokens for r in rows.values())
     assert rows["gspo"].norm == pytest.approx(rows["sapo"].norm), "on policy their trust regions are silent"

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError, EngineError, InvariantError
 from posttrain.core.placement import Local, Processes, Ray, check_machine
 from posttrain.core.types import Said
+from posttrain.engine.parcel.parcel import Parcel
+from posttrain.engine.parcel.receiver import ParcelReceiver
 from posttrain.engine.pool import engine_pool
 from posttrain.engine.pool.ray_host import must_answer
 from tests.rooms.pool_parts import (
@@ -104,6 +107,29 @@ def test_an_engine_that_stands_still_is_replaced() -> None:
     assert "gave no sign of life for" in said[0] and "placement.timeout" in said[0]
     pool.close()
     assert not alive(first)
+
+
+class SlowReceiver(ParcelReceiver):
+    """Weights that need longer than an engine may be silent."""
+
+    def read(self, parcel: Parcel) -> Iterator[tuple[str, torch.Tensor]]:
+        time.sleep(4.0)
+        return super().read(parcel)
+
+
+@LONG
+def test_an_engine_that_reads_large_weights_gives_signs_of_life() -> None:
+    said: list[str] = []
+    pool = process_pool(timeout=15.0, say=said.append, receiver=SlowReceiver)
+
+    async def play() -> tuple[str, Said]:
+        loading = asyncio.ensure_future(pool.load(1, [("w", torch.tensor(2.0))]))
+        return await loading, await pool.generate(prompt(5), PLAIN, 5)
+
+    served, turn = asyncio.run(play())
+    assert served == "weight 2" and (turn.ids == known(prompt(5), 5, 2.0)).all()
+    assert not said and pool.engines[0].restarts == 0
+    pool.close()
 
 
 @LONG

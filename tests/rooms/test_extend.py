@@ -133,3 +133,12 @@ def test_going_on_without_changes_says_how_to_go_on_longer(copy: Path, capsys: p
     said = capsys.readouterr().out
     assert "nothing is left to do. Longer: " in said and "rl.steps=8" in said
     assert "history" not in json.loads((copy / "run.json").read_text())
+
+
+def test_a_run_that_learns_again_goes_on(tmp_path: Path) -> None:
+    """What the replay buffer held is in the last checkpoint too."""
+    words = (*WORDS, "rl.replay.size=8", "rl.replay.groups=1")
+    posttrain.run(*words, "rl.steps=4", out=tmp_path / "run", quiet=True)
+    posttrain.run(*words, "rl.steps=6", out=tmp_path / "whole", quiet=True)
+    posttrain.run("rl.steps=6", resume=tmp_path / "run", quiet=True)
+    assert digest(tmp_path / "run") == digest(tmp_path / "whole")

@@ -31,6 +31,7 @@ from posttrain.core.errors import ConfigError, RunFolderError, UntrustedError
 from posttrain.core.open import alternatives
 from posttrain.core.pieces.link import PreferencePiece
 from posttrain.core.pieces.piece import Piece
+from posttrain.core.placement import Processes, Ray
 from posttrain.core.preference import PreferenceAlgorithm
 from posttrain.core.run import Env, Model, Run
 from posttrain.core.stage import Stage
@@ -155,6 +156,9 @@ ASKING: dict[str, tuple[Kind, Callable[[Run], Run]]] = {
     "engine.key_env": (Kind.SECRET, lambda r: replace(r, engine=VLLM(url="http://there", key_env="HF_TOKEN"))),
     "engine.share": (Kind.OUTSIDE, lambda r: replace(r, engine=VLLM(server=True, share="/home"))),
     "engine.draft": (Kind.OUTSIDE, lambda r: replace(r, engine=Embedded(draft="small"))),
+    "placement.transport": (Kind.ADDRESS, lambda r: replace(r, placement=Processes(transport="collective"))),
+    "placement.folder": (Kind.OUTSIDE, lambda r: replace(r, placement=Processes(transport="file", folder="/there"))),
+    "placement.address": (Kind.ADDRESS, lambda r: replace(r, placement=Ray(address="10.0.0.7:6379"))),
     "trackers": (Kind.ADDRESS, lambda r: replace(r, trackers=("tensorboard", "wandb"))),
 }
 

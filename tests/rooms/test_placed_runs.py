@@ -23,7 +23,8 @@ from posttrain.core.placement import Local, Processes
 from posttrain.core.types import Segment
 from posttrain.faults import FAULTS
 from tests import faulty
-from tests.killing import POISON, DeadlyParts
+from tests.killing import DEATHS, MARKS, POISON, DeadlyParts, MidBroadcastParts
+from tests.late import nothing_lost_or_doubled
 from tests.laws.test_placement import outcome, placed, played
 
 pytestmark = pytest.mark.prove
@@ -65,6 +66,21 @@ def test_a_cut_run_goes_on_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_weights_in_files_as_deltas_change_no_bit(tmp_path: Path) -> None:
     local = played(placed(Local()), tmp_path / "local")
     assert played(placed(Processes(engines=2, transport="file", delta=True)), tmp_path / "placed") == local
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_weights_by_broadcast_change_no_bit_though_engines_die_in_it(
+    staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As deltas in the asynchronous run: an engine that was started anew then gets the version whole."""
+    local = played(placed(Local(), staleness), tmp_path / "local")
+    (marks := tmp_path / "marks").mkdir()
+    monkeypatch.setenv(MARKS, str(marks))
+    monkeypatch.setattr("posttrain.api.placed.EngineParts", MidBroadcastParts)
+    how = Processes(engines=2, transport="collective", delta=staleness > 0, deaths=DEATHS + 1)
+    assert played(placed(how, staleness), tmp_path / "placed") == local
+    assert len(os.listdir(marks)) == DEATHS, "so many died in a broadcast"
+    nothing_lost_or_doubled(tmp_path / "placed", placed(how, staleness))
 
 
 def test_a_task_that_kills_engines_ends_on_the_dead_letter_list(

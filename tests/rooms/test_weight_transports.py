@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -16,8 +19,9 @@ from torch import Tensor, nn
 
 from posttrain.core.errors import RunFolderError
 from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.parcel import collective
 from posttrain.engine.parcel.carrier import Carrier
-from posttrain.engine.parcel.collective import COLLECTIVE, CollectiveCarrier, CollectiveFetch
+from posttrain.engine.parcel.collective import CollectiveCarrier
 from posttrain.engine.parcel.parcel import (
     Parcel,
     ParcelBaseError,
@@ -26,7 +30,7 @@ from posttrain.engine.parcel.parcel import (
     ParcelGoneError,
     ParcelTimeoutError,
 )
-from posttrain.engine.parcel.receiver import FETCH, ParcelReceiver
+from posttrain.engine.parcel.receiver import ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender, this_process
 from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.parcel.shared_folder import FolderCarrier
@@ -53,7 +57,7 @@ def test_each_transport_carries_the_same_bits(transport: str, deltas: bool, tmp_
     model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.Linear(64, 50))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     sender = ParcelSender(carriers(tmp_path)[transport](), torch.bfloat16, deltas=deltas)
-    receiver = ParcelReceiver({**FETCH, COLLECTIVE: CollectiveFetch(1, seconds=20)})
+    receiver = ParcelReceiver()
     for version in range(10):
         parcel = sender.publish(version, model.state_dict().items())
         got = dict(receiver.read(parcel))
@@ -72,8 +76,7 @@ def test_each_transport_carries_the_same_bits(transport: str, deltas: bool, tmp_
 def test_pushes_leave_no_file_descriptor_or_key(transport: str, tmp_path: Path) -> None:
     """As for shared memory, where it is a thousand (`test_weight_parcels.py`)."""
     carrier = carriers(tmp_path)[transport]()
-    sender, me = ParcelSender(carrier), psutil.Process()
-    receiver = ParcelReceiver({**FETCH, COLLECTIVE: CollectiveFetch(1, seconds=20)})
+    sender, receiver, me = ParcelSender(carrier), ParcelReceiver(), psutil.Process()
     left = set[tuple[int, int, int]]()
     for version in range(60):
         parcel = sender.publish(version, numbered(version))
@@ -212,55 +215,105 @@ def test_a_file_of_somebody_else_is_refused_by_name(wrong: str, tmp_path: Path) 
 
 
 class Engines:
-    """Processes that take part in broadcasts, by rank."""
+    """Processes that take part in broadcasts, by number."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self.links = seconds, dict[int, Connection]()
+    def __init__(self) -> None:
+        self.links = dict[int, Connection]()
         self._processes: dict[int, SpawnProcess] = {}
 
-    def start(self, rank: int) -> None:
-        """Start the engine of this rank. One that it has already is killed."""
-        self.kill(rank)
-        self.links[rank], theirs = SPAWN.Pipe()
-        self._processes[rank] = SPAWN.Process(target=take_part, args=(theirs, rank, self._seconds), daemon=True)
-        self._processes[rank].start()
+    def start(self, number: int) -> None:
+        """Start this engine. One that it has already is killed."""
+        self.kill(number)
+        self.links[number], theirs = SPAWN.Pipe()
+        self._processes[number] = SPAWN.Process(target=take_part, args=(theirs,), daemon=True)
+        self._processes[number].start()
         theirs.close()
+        assert self.links[number].recv() == "ready"
 
-    def kill(self, rank: int) -> None:
-        if (process := self._processes.pop(rank, None)) is not None:
+    def read(self, parcel: Parcel, *numbers: int, signals: Mapping[int, int] = {}) -> list[object]:
+        """What these engines answer. Those in `signals` get one at their second bucket, and do not answer."""
+        for number in (*numbers, *signals):
+            self.links[number].send((parcel, signals.get(number, 0)))
+        return [self.links[number].recv() for number in numbers]
+
+    def kill(self, number: int) -> None:
+        if (process := self._processes.pop(number, None)) is not None:
             process.kill()
             process.join()
 
     def stop(self) -> None:
-        for rank in [*self._processes]:
-            self.kill(rank)
+        for number in [*self._processes]:
+            self.kill(number)
 
 
-def test_a_broadcast_that_an_engine_misses_names_it_and_the_next_one_works() -> None:
-    """Two engines take part; then one does not come; then one that was started in its place does."""
-    engines = Engines(seconds=2.5)
-    for rank in (1, 2):
-        engines.start(rank)
-    sender = ParcelSender(CollectiveCarrier(2, seconds=1.5, bucket=5_000), deltas=True)
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    made = Engines()
+    for number in (1, 2):
+        made.start(number)
+    yield made
+    made.stop()
 
-    def push(version: int, ranks: tuple[int, ...], parcel: Parcel | None = None) -> list[object]:
-        parcel = parcel or sender.publish(version, numbered(version))
-        for rank in ranks:
-            engines.links[rank].send(parcel)
-        return [engines.links[rank].recv() for rank in ranks]
 
-    assert [link.recv() for link in engines.links.values()] == ["ready"] * 2
-    assert push(0, (1, 2)) == [{0.0}, {0.0}]
-    assert push(1, (1, 2)) == [{1.0}, {1.0}]
-    (missed,) = push(2, (1,))
-    assert isinstance(missed, ParcelTimeoutError) and (missed.tensor, missed.version) == ("layer.0", 2)
-    assert missed.peer == this_process() and "did not send them to engine 1 within" in str(missed)
-    with pytest.raises(ParcelTimeoutError, match=r"version 2: engine 2 did not come .* within 1.5 s") as caught:
-        sender.retire(2)
-    assert (caught.value.peer, caught.value.tensor) == ("engine 2", "layer.0")
+@pytest.mark.parametrize("deltas", [False, True])
+def test_an_engine_that_dies_in_a_broadcast_costs_the_others_a_round(deltas: bool, engines: Engines) -> None:
+    """Two engines take part. One is killed at its second bucket: the other gets the version, and so does the process
+    that is started in its place, whenever it comes."""
+    sender, at = ParcelSender(CollectiveCarrier(2, seconds=20, bucket=5_000), deltas=deltas), 4 * deltas
+    for version in (at, at + 1):
+        assert engines.read(sender.publish(version, numbered(version)), 1, 2) == [{float(version)}] * 2
+    begun = time.monotonic()
+    parcel = sender.publish(at + 2, numbered(at + 2))
+    assert engines.read(parcel, 1, signals={2: signal.SIGKILL}) == [{at + 2.0}]
+    assert time.monotonic() - begun < 10, "a death is noticed at once, and not by a time-out"
     engines.start(2)
-    assert engines.links[2].recv() == "ready"
-    assert push(2, (1, 2), sender.whole(2)) == [{2.0}, {2.0}]
-    assert push(3, (1, 2)) == [{3.0}, {3.0}]
-    engines.stop()
+    assert engines.read(sender.whole(at + 2), 2) == [{at + 2.0}]
+    assert engines.read(sender.publish(at + 3, numbered(at + 3)), 1, 2) == [{at + 3.0}] * 2
+    sender.close()
+
+
+def test_an_engine_that_hangs_in_a_broadcast_holds_the_others_up_for_one_time_out(engines: Engines) -> None:
+    """And one that is late holds nobody up."""
+    sender = ParcelSender(CollectiveCarrier(2, seconds=1.5, bucket=5_000))
+    begun = time.monotonic()
+    assert engines.read(sender.publish(10, numbered(10)), 1, signals={2: signal.SIGSTOP}) == [{10.0}]
+    assert 1.4 < time.monotonic() - begun < 15
+    engines.start(2)
+    parcel = sender.publish(11, numbered(11))
+    assert engines.read(parcel, 1) == [{11.0}] and engines.read(parcel, 2) == [{11.0}]
+    sender.retire(11)
+    (gone,) = engines.read(parcel, 1)
+    assert isinstance(gone, ParcelGoneError) and "version 11 are gone: process" in str(gone)
+    sender.close()
+
+
+def last_bucket_fails(plain: Callable[..., None]) -> Callable[..., None]:
+    def broadcast(group: object, bucket: Tensor, seconds: float) -> None:
+        if len(bucket) < 20_000:
+            raise RuntimeError("a cable was pulled")
+        plain(group, bucket, seconds)
+
+    return broadcast
+
+
+@pytest.mark.parametrize("what", ["silent", "dead", "breaks"])
+def test_weights_that_do_not_come_by_broadcast_name_both_sides_and_the_tensor(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier = CollectiveCarrier(1, seconds=0.5, bucket=20_000)
+    sender, words = ParcelSender(carrier), "did not call this engine within 1 s"
+    if what == "silent":
+        monkeypatch.setattr(collective.CollectiveSink, "_serve", lambda sink: None)
+    elif what == "breaks":
+        words = f"{collective.ROUNDS} broadcasts broke, the last one by a cable was pulled"
+        monkeypatch.setattr(collective, "_broadcast", last_bucket_fails(collective._broadcast))
+    parcel = sender.publish(1, numbered(1))
+    if what == "dead":
+        words, numbers = "127.0.0.1:9 does not answer", parcel.place.partition("/")[2]
+        parcel = replace(parcel, place=f"127.0.0.1:9/{numbers}")
+    with pytest.raises(ParcelTimeoutError, match=words) as caught:
+        ParcelReceiver().read(parcel)
+    found, lacks = caught.value, "layer.4" if what == "breaks" else "layer.0"
+    assert (found.peer, found.version, found.tensor) == (this_process(), 1, lacks)
+    assert str(found).count(this_process()) == 2 and "placement.transport" in str(found)
     sender.close()

@@ -88,6 +88,7 @@ class Driver(ABC, Generic[S, T, A]):
         """The same of held-out judgements."""
         self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
         self._begun, self._carried = time.perf_counter(), self.state.seconds
+        self._files: Callable[[Path], None] = lambda folder: None
 
     # --- what a kind writes ------------------------------------------------------------------------------------------
 
@@ -261,8 +262,7 @@ class Driver(ABC, Generic[S, T, A]):
     def _finish(self, report: EvaluationReport | None) -> None:
         """Write down what came of the stage; its weights are kept, and handed on or put back."""
         p, parts, stage = self.progress, self.parts, self.stage
-        last = stage is parts.run.stages[-1] and stage.hands_on
-        reopening = self._reopening(report) if last else None
+        reopening = self._reopening(report) if stage is parts.run.stages[-1] and stage.hands_on else None
         result = self._result(report)
         p.results = (*p.results, result)
         measured = f"; held-out accuracy {result.accuracy[0]:.3f}" if result.accuracy else ""
@@ -283,7 +283,7 @@ class Driver(ABC, Generic[S, T, A]):
     def _reopening(self, report: EvaluationReport | None) -> Reopening:
         """What a checkpoint at this border would say, and the evaluation that belongs to it."""
         s, stage = self.state, self.stage
-        self._note_state()
+        self._files = self._note_state()
         due = report is not None and stage.eval_every and s.step % stage.eval_every == 0
         gauges = {n: [g.sum, g.count] for n, g in report.gauges().items()} if due and report else {}
         return Reopening(self.progress.plain(), gauges)
@@ -293,7 +293,7 @@ class Driver(ABC, Generic[S, T, A]):
         self.progress.weights = self.parts.learner.fingerprint()
         s = self.progress.running
         if s is None:
-            return lambda folder: None
+            return self._files
         s.seconds, s.roles, s.peaks = self.seconds(), dict(self.clock.total), dict(self.clock.most)
         s.optimizer = fingerprint(self.trainer.optimizer.state_tensors().items())
         return self.note()

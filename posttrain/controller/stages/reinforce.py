@@ -20,6 +20,7 @@ from posttrain.controller.step import ask, learn
 from posttrain.core.batch import Packed
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
+from posttrain.core.pieces.implicit import ImplicitOthers
 from posttrain.core.ports import Reference
 from posttrain.core.queued import QUEUE, REPLAY, QueuedGroup, load_groups, save_groups
 from posttrain.core.run import Reinforce
@@ -27,13 +28,19 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.stage import starts
 from posttrain.role.average import AveragePolicy
 from posttrain.role.evaluate import EvaluationReport
+from posttrain.role.events import RestoredEvent
 from posttrain.role.group_queue import GroupQueue, GroupSource, Waves
 from posttrain.role.hinted import Hints
+from posttrain.role.implicit import ImplicitModel
 from posttrain.role.pack import batch_algebra
 from posttrain.role.prompts import Prompts
 from posttrain.role.replay_buffer import ReplayBuffer
 from posttrain.role.roles import ReinforceRoles, stream_of
-from posttrain.role.weights import load_weights, restore, snapshot
+from posttrain.role.trainer import Trainer
+from posttrain.role.weights import load_optimizer, load_weights, restore, save_optimizer, save_weights, snapshot
+
+IMPLICIT = "implicit"
+"""The folder of a checkpoint that holds the implicit process reward model."""
 
 
 @dataclass
@@ -57,6 +64,8 @@ class ReinforceState(StageState):
     """What a curriculum has seen of each task."""
     reference: str = ""
     """Name of the kept weights the reference was last refreshed with; '' where it never was."""
+    implicit: str = ""
+    """Fingerprint of the implicit process reward model; '' where the algorithm reads none."""
 
 
 class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinforce, state=ReinforceState):
@@ -78,7 +87,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         self, checkpoint: Path | None
     ) -> tuple[Callable[[int], Awaitable[Experience]], Callable[[Experience], Awaitable[Step]]]:
         parts, stage = self.parts, self.stage
-        self.roles = self._roles(self._reference(checkpoint))
+        self.roles = self._roles(self._reference(checkpoint), self._implicit(checkpoint))
         played, _, learned = batch_algebra(stage).partition(" -> ")
         parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {played}")
         parts.say(f"  -> {learned}")
@@ -112,11 +121,17 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         state.queue, ended = groups.queued() if isinstance(groups, GroupQueue) else ((), ())
         buffer = self.roles.replay
         state.replay, kept = (buffer.rows(), [b.group for b in buffer.held]) if buffer else ((), [])
+        implicit = self.roles.implicit
+        state.implicit = implicit.fingerprint() if implicit else ""
         written = [(name, groups) for name, groups in ((QUEUE, ended), (REPLAY, kept)) if groups]
 
         def write(folder: Path) -> None:
             for name, found in written:
                 save_groups(folder / name, found)
+            if implicit is not None:
+                (folder / IMPLICIT).mkdir()
+                save_weights(folder / IMPLICIT, implicit.trainer.learner)
+                save_optimizer(folder / IMPLICIT, implicit.trainer.optimizer)
 
         return write
 
@@ -134,7 +149,22 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             return f"target {self.stage.target:g} reached at step {self.state.step}"
         return super().enough(report)
 
-    def _roles(self, reference: Reference | None) -> ReinforceRoles:
+    def _implicit(self, checkpoint: Path | None) -> ImplicitModel | None:
+        """The implicit process reward model, where the algorithm reads one. It begins as the policy does."""
+        stage, baseline = self.stage, self.stage.algorithm.baseline
+        if not isinstance(baseline, ImplicitOthers):
+            return None
+        own = replace(stage.optimizer, lr=stage.optimizer.lr * baseline.lr_factor)
+        learner, optimizer = self.parts.beside(own)
+        model = ImplicitModel(Trainer(learner, optimizer, stage.micro_tokens), baseline.beta)
+        if checkpoint is not None:
+            load_weights(checkpoint / IMPLICIT, learner)
+            load_optimizer(checkpoint / IMPLICIT, optimizer)
+            what = "implicit process reward model"
+            self.parts.watch.emit(RestoredEvent(what, self.state.implicit, model.fingerprint))
+        return model
+
+    def _roles(self, reference: Reference | None, implicit: ImplicitModel | None) -> ReinforceRoles:
         parts, stage, state = self.parts, self.stage, self.state
         source, curriculum = self.setting.environment.train, stage.algorithm.curriculum
         prompts = Prompts(source, parts.run.seed, state.cursor, curriculum, dict(state.rates), dict(state.visits))
@@ -147,6 +177,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             groups=self._groups(prompts, sampling),
             replay=ReplayBuffer(stage.replay, parts.run.seed, stage.name) if stage.replay else None,
             reference=reference,
+            implicit=implicit,
             adaptive=state.memory,
             other_environments=parts.other_environments(stage),
             own_reference=stage.reference is None and stage.algorithm.hint is None,

@@ -4,6 +4,7 @@
     pi    the policy being differentiated       mu   what the sampler stored
     start the learner at the start of the step
     ref   the reference (or teacher)            rho  pi / anchor                 sg[x]  x, not differentiated
+    phi   the implicit process reward model
 
 The ladder's pages and the terminal print these. A piece has its own formula (`Piece.words`); a class without one cannot
 be used.

@@ -9,6 +9,7 @@ from torch import Tensor
 from posttrain.engine.fingerprint import fingerprints
 from posttrain.engine.parcel.block import WHOLE, Buffer, dtype_name, read_block, tensor_of
 from posttrain.engine.parcel.carrier import Fetch
+from posttrain.engine.parcel.collective import COLLECTIVE, CollectiveFetch
 from posttrain.engine.parcel.delta import decode
 from posttrain.engine.parcel.parcel import (
     Parcel,
@@ -21,7 +22,7 @@ from posttrain.engine.parcel.parcel import (
 from posttrain.engine.parcel.shared import SHARED, fetch_shared
 from posttrain.engine.parcel.shared_folder import FILE, fetch_file
 
-FETCH: Mapping[str, Fetch] = {SHARED: fetch_shared, FILE: fetch_file}
+FETCH: Mapping[str, Fetch] = {SHARED: fetch_shared, FILE: fetch_file, COLLECTIVE: CollectiveFetch()}
 """How the block of a parcel is got at, by transport."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import time
@@ -85,9 +86,11 @@ class HostedEngine:
         return await self._engine.score(ids)
 
     async def install(self, parcel: Parcel) -> str:
-        """Serve the weights of a parcel; returns their fingerprint. All tensors are checked before one is loaded."""
+        """Serve the weights of a parcel; returns their fingerprint. All tensors are checked before one is loaded. While
+        they come and are checked, turns go on under the version before."""
         begun = time.perf_counter()
-        served = await self._engine.load(parcel.version, self._receiver.read(parcel))
+        tensors = await asyncio.to_thread(self._receiver.read, parcel)
+        served = await self._engine.load(parcel.version, tensors)
         self._installed += time.perf_counter() - begun
         return served
 

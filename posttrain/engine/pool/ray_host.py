@@ -98,6 +98,13 @@ class RayCluster:
             ray.shutdown()
 
 
+def node_address() -> str:
+    """The address under which the machines of the cluster reach this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
 def no_cluster(address: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"placement.address={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or"

@@ -1,0 +1,26 @@
+"""The optimizers of a run: of its policy, and of a second model that learns beside it."""
+
+from __future__ import annotations
+
+import torch
+
+from posttrain.core.run import Model, Optimizer, Run
+from posttrain.engine.learner import HFLearner
+from posttrain.engine.optimizer import StageOptimizer
+
+
+def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> StageOptimizer:
+    """The optimizer of a stage."""
+    home = torch.device("cpu") if model.offload_optimizer else None
+    return StageOptimizer(learner.parameters(), config, model.kernels, model.dtype == "float16", home)
+
+
+def beside(run: Run, learner: HFLearner, config: Optimizer) -> tuple[HFLearner, StageOptimizer]:
+    """A second model that trains, with its optimizer: a copy of the learner as it is now. Weights that never train are
+    shared."""
+    policy = learner.policy.twin()
+    policy.module.zero_grad(set_to_none=True)
+    second = HFLearner(
+        policy, gradient_checkpointing=run.model.checkpointing, offload_activations=run.model.offload_activations
+    )
+    return second, make_optimizer(run.model, second, config)

@@ -1,0 +1,68 @@
+"""Ranks: the processes that train one model together. Each has a part of the weights and of every minibatch.
+
+Every rank runs the same program on the same minibatches and reaches the same exchanges in the same order. What each
+exchange says is compared, so a rank that went another way is named instead of waited for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from posttrain.core.errors import InvariantError
+
+
+class Ranks(Protocol):
+    """This process among those that train together."""
+
+    @property
+    def rank(self) -> int:
+        """Its number, from 0."""
+        ...
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        ...
+
+    def every(self, value: Any) -> list[Any]:
+        """The value of every rank, in the order of the ranks. Each rank calls it, and gets the same list."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """A process that trains alone."""
+
+    rank: int = 0
+    world: int = 1
+
+    def every(self, value: Any) -> list[Any]:
+        return [value]
+
+
+ALONE = OneRank()
+
+
+def check_same(ranks: Ranks, value: Any, what: str, advice: str) -> None:
+    """Check that all ranks have the same value; `what` and `advice` are words of the error.
+
+    Raises:
+        InvariantError: on every rank, where one has another value than rank 0.
+    """
+    found = ranks.every(value)
+    if others := [r for r, x in enumerate(found) if x != found[0]]:
+        raise InvariantError(
+            f"ranks do not have the same {what}: rank 0 has {found[0]!r}, rank {others[0]} has {found[others[0]]!r}."
+            f" {advice}"
+        )
+
+
+def joint_norm(norms: Sequence[float]) -> float:
+    """The norm of all numbers together, from the norms of their parts: (3, 4) -> 5. Not finite where a part is not."""
+    try:
+        return math.sqrt(math.fsum(x * x for x in norms))
+    except OverflowError:
+        return math.inf

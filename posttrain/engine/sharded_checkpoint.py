@@ -1,0 +1,152 @@
+"""Checkpoints of a learner over ranks (`torch.distributed.checkpoint`). Each rank writes its own parts, and a
+checkpoint of any number of ranks can be read by any other number, one process included.
+
+A folder holds torch's files, `about.json` with the version and a digest of everything, and `digests.json` with one of
+each file. It is written beside its place and renamed, so a kill leaves no half of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from posttrain.core import files
+from posttrain.core.errors import RunFolderError
+from posttrain.core.ranks import ALONE, Ranks
+from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.learner import HFLearner
+from posttrain.engine.models import named_tensors
+from posttrain.engine.optimizer import StageOptimizer
+from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded_reader import IndexReader
+
+ABOUT = "about.json"
+WEIGHTS, STATE = "weights.", "optimizer."
+
+
+def save_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer, version: int) -> None:
+    """Write weights, heads and optimizer state as `folder`. Every rank calls it."""
+    ranks, held = _ranks(learner), _weights(learner) | _state(learner, optimizer.state_tensors())
+    about = {"version": version, "digest": _digest(held)}
+
+    def write(staged: Path) -> None:
+        into = Path(ranks.every(str(staged))[0])
+        with _quiet():
+            save(dict(held), checkpoint_id=into, **_group(learner))
+        if ranks.rank == 0:
+            files.write_json(into / ABOUT, about)
+
+    if ranks.rank == 0:
+        files.write_directory(folder, write)
+    else:
+        write(folder)
+    ranks.every("written")
+
+
+def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) -> int:
+    """Continue from `folder`, whatever the number of ranks that wrote it; returns the version. Every rank calls it.
+
+    Raises:
+        RunFolderError: the folder is damaged, or is of another model or optimizer. The weights may be read already.
+    """
+    ranks = _ranks(learner)
+    if wrong := ranks.every(files.damage(folder) if ranks.rank == 0 else "")[0]:
+        raise RunFolderError(f"sharded checkpoint {folder.name}: {wrong}. Go on from another one")
+    about, known = files.read_json(folder / ABOUT), _known(folder)
+    held = _weights(learner)
+    _must_fit(held, {n: k for n, k in known.items() if n.startswith(WEIGHTS)}, folder)
+    saved = sorted(n.removeprefix(STATE) for n in known if n.startswith(STATE))
+    state = _state(learner, {n: _blank(learner, n, known[STATE + n]) for n in saved})
+    _must_fit(held | state, known, folder)
+    with _quiet():
+        load(dict(held | state), storage_reader=IndexReader(folder), **_group(learner))
+    found = _digest(held | state)
+    if found != about.get("digest"):
+        raise RunFolderError(
+            f"sharded checkpoint {folder.name}: what was read has the digest {found}, and {about.get('digest')} was"
+            " written. It was changed on the way; go on from another one"
+        )
+    own = {n.removeprefix(STATE): t.to_local() if isinstance(t, DTensor) else t for n, t in state.items()}
+    optimizer.load_state_tensors(own)
+    return int(about["version"])
+
+
+def _ranks(learner: HFLearner) -> Ranks:
+    return learner.ranks if isinstance(learner, ShardedLearner) else ALONE
+
+
+def _group(learner: HFLearner) -> dict[str, Any]:
+    """Arguments of torch's functions: who takes part."""
+    return {"process_group": learner.ranks.group} if isinstance(learner, ShardedLearner) else {"no_dist": True}
+
+
+def _weights(learner: HFLearner) -> dict[str, Tensor]:
+    if isinstance(learner, ShardedLearner):
+        held = learner.held()
+    else:
+        held = dict(named_tensors(learner.policy.module)) | learner.parameters()
+    return {WEIGHTS + name: tensor.detach() for name, tensor in held.items()}
+
+
+def _state(learner: HFLearner, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The optimizer's state, each part as one of the whole. Numbers are the same on every rank."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        parameter = name.partition(".")[2]
+        cut = isinstance(learner, ShardedLearner) and tensor.ndim > 0
+        out[STATE + name] = learner.like(parameter, tensor) if cut else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return out
+
+
+def _known(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Dtype and shape of everything in a checkpoint."""
+    listed = IndexReader(folder).read_metadata().state_dict_metadata
+    return {name: kind for name, kind in listed.items() if isinstance(kind, TensorStorageMetadata)}
+
+
+def _blank(learner: HFLearner, name: str, kind: TensorStorageMetadata) -> Tensor:
+    """Room for this rank's part of one tensor of the optimizer's state."""
+    dtype = kind.properties.dtype
+    if not kind.size:
+        return torch.zeros((), dtype=dtype)
+    parameter = learner.parameters().get(name.partition(".")[2])
+    if parameter is None:
+        raise RunFolderError(f"the checkpoint has {name!r}, and no parameter is called so: resume the model it is of")
+    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+
+
+def _must_fit(held: Mapping[str, Tensor], known: Mapping[str, TensorStorageMetadata], folder: Path) -> None:
+    def form(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+        return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+    ours = {name: form(t.dtype, tuple(t.shape)) for name, t in held.items()}
+    theirs = {name: form(k.properties.dtype, tuple(k.size)) for name, k in known.items()}
+    if ours != theirs:
+        name = next(n for n in sorted(ours.keys() | theirs.keys()) if ours.get(n) != theirs.get(n))
+        raise RunFolderError(
+            f"sharded checkpoint {folder.name} is of another model or optimizer: {name!r} is {theirs.get(name)} there"
+            f" and {ours.get(name)} here. Resume with the model and stage that it was written with"
+        )
+
+
+def _digest(held: Mapping[str, Tensor]) -> str:
+    """Of whole tensors, so that it does not depend on how they are cut. One tensor is whole at a time."""
+    return fingerprint((n, t.full_tensor() if isinstance(t, DTensor) else t) for n, t in sorted(held.items()))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch does not warn that one process saves alone, which is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,282 @@
+"""What the processes of `test_ranks` compute: one step after another over ranks, beside the same in one process.
+
+Four processes are started once and serve every case. Groups of one, two and four of them are the worlds.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.algorithm.losses import Likelihood, Loss, PolicyLoss
+from posttrain.algorithm.preference import PreferenceLoss
+from posttrain.algorithm.preference_whole import prepared
+from posttrain.algorithm.ranking import RankingLoss
+from posttrain.core.batch import Batch
+from posttrain.core.gauge import Gauges
+from posttrain.core.ladder import LADDER
+from posttrain.core.preference_ladder import PREFERENCES
+from posttrain.core.ranks import ALONE
+from posttrain.core.reward_head import HeadShape
+from posttrain.core.run import Optimizer
+from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, SIDE, START, VALUE, VERSION, WEIGHT
+from posttrain.engine.heads import RewardHead
+from posttrain.engine.learner import HFLearner
+from posttrain.engine.models import Policy
+from posttrain.engine.optimizer import StageOptimizer
+from posttrain.engine.process_ranks import ProcessRanks, joined
+from posttrain.engine.sharded import ShardedLearner
+from posttrain.role.trainer import Trainer
+from tests.rooms.engine_parts import policy, segments
+
+WORLDS = (1, 2, 4)
+STEPS = 2
+UNITS = 5
+"""Fewer pairs than 2 x 4, more than 4: ranks have one or two, so not all have the same number of micro-batches."""
+SMALL, LARGE = 24, 4096
+"""Room of a micro-batch: about one episode in each, or all of a rank in one."""
+OPTIMIZERS = {
+    "adamw": Optimizer(lr=1e-3, warmup=0, clip=0.05, eps=1e-6, weight_decay=0.01),
+    "sgd": Optimizer(kind="sgd", lr=1e-2, warmup=0, clip=0.05, weight_decay=0.01),
+}
+LOSSES: dict[str, Loss] = {
+    "policy": PolicyLoss(LADDER["grpo"]),
+    "policy with values": PolicyLoss(LADDER["ppo"]),
+    "preference": PreferenceLoss(PREFERENCES["dpo"]),
+    "preference with a likelihood": PreferenceLoss(PREFERENCES["orpo"]),
+    "ranking": RankingLoss(),
+    "likelihood": Likelihood(),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    loss: str
+    micro_tokens: int
+    turned: bool = False
+    """Whether the episodes come in the opposite order."""
+    arch: str = "gpt2"
+    dtype: torch.dtype = torch.float64
+    optimizer: str = "adamw"
+    units: int = UNITS
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What came of a few steps: the gradient before the clip of each, its norm, gauges, and the weights at the end."""
+
+    gradients: list[dict[str, Tensor]]
+    norms: list[float]
+    gauges: list[Gauges]
+    weights: dict[str, Tensor]
+    fingerprint: str
+
+
+def minibatch(case: Case) -> Batch:
+    """The case's minibatch, with its weights normalised over all of it."""
+    pairs = case.loss.startswith(("preference", "ranking"))
+    parts = segments(2 * case.units, seed=5, longest=24)
+    if case.turned:  # pairs keep their own order
+        order = [2 * u + i for u in range(case.units) for i in (0, 1)][::-1] if not pairs else []
+        order = order or [2 * u + i for u in reversed(range(case.units)) for i in (0, 1)]
+        parts = [parts[i] for i in order]
+    episode = np.arange(len(parts), dtype=np.int32)
+    if not pairs:  # the first two segments of the first order are one episode
+        joined_up = episode - (episode > 0) if not case.turned else np.minimum(episode, len(parts) - 2)
+        episode = joined_up.astype(np.int32)
+    spoken = [s.spoken for s in parts]
+    number = np.concatenate([s.ids[s.mask] + 31.0 * np.flatnonzero(s.mask) for s in parts])  # of the token itself
+    wave = np.sin(number)
+    streams: dict[Any, np.ndarray] = {WEIGHT: (1.5 + wave) / float((1.5 + wave).sum())}
+    if pairs:
+        side = np.tile(np.array([1, 0], np.int32), case.units)
+        streams |= {
+            WEIGHT: np.full(len(wave), 1 / case.units),
+            SIDE: np.repeat(side, spoken),
+            REFERENCE: (-2 + wave).astype(np.float32),
+        }
+        unit_E = np.repeat(np.arange(case.units, dtype=np.int32), 2)
+        batch = Batch.of(parts, unit_E=unit_E, streams=streams)
+        loss = LOSSES[case.loss]
+        return prepared(loss.algorithm, batch)[0] if isinstance(loss, PreferenceLoss) else batch
+    streams |= {
+        ADVANTAGE: np.cos(3 * number),
+        RETURN: np.cos(5 * number),
+        VALUE: wave.astype(np.float32),
+        MU: (-2 + 0.3 * wave).astype(np.float32),
+        START: (-2 + 0.3 * wave).astype(np.float32),
+        REFERENCE: (-2 + 0.1 * wave).astype(np.float32),
+        VERSION: np.zeros(len(wave), np.int32),
+    }
+    return Batch.of(parts, episode.tolist(), streams=streams)
+
+
+def model(case: Case) -> Policy:
+    made = policy(case.arch, dtype=case.dtype)
+    if case.loss != "ranking":
+        return made
+    return replace(made, reward_head=RewardHead(HeadShape(), 32, dtype=case.dtype, seed=3))
+
+
+class Seen(StageOptimizer):
+    """Remembers the gradient that it is given."""
+
+    gradients: list[dict[str, Tensor]]
+
+    def step(self, share: float = 1.0) -> float:
+        found = {n: t.grad.clone() for n, t in self.trained().items() if t.grad is not None}
+        self.gradients = [*getattr(self, "gradients", []), found]
+        return super().step(share)
+
+
+def trainer(case: Case, ranks: ProcessRanks | None) -> Trainer:
+    made = model(case)
+    learner = HFLearner(made) if ranks is None else ShardedLearner(made, ranks)
+    with torch.no_grad():
+        for name, p in learner.parameters().items():
+            if name.startswith("value_head."):
+                p.fill_(0.1)
+    over = ranks or ALONE
+    optimizer = Seen(learner.parameters(), OPTIMIZERS[case.optimizer], ranks=over)
+    return Trainer(learner, optimizer, case.micro_tokens, ranks=over)
+
+
+def train(case: Case, ranks: ProcessRanks | None, steps: int = STEPS) -> Trained:
+    return results(trained(case, ranks, steps))
+
+
+def trained(case: Case, ranks: ProcessRanks | None, steps: int) -> tuple[Trainer, list[Gauges]]:
+    t, batch = trainer(case, ranks), minibatch(case)
+    return t, [t.step(batch, LOSSES[case.loss]) for _ in range(steps)]
+
+
+def results(found: tuple[Trainer, list[Gauges]]) -> Trained:
+    t, gauges = found
+    learner, optimizer = t.learner, t.optimizer
+    assert isinstance(learner, HFLearner) and isinstance(optimizer, Seen)
+    gradients = [{n: whole(learner, n, g) for n, g in one.items()} for one in optimizer.gradients]
+    weights = {n: whole(learner, n, p.detach()).clone() for n, p in learner.parameters().items()}
+    norms = [g["optim/grad_norm"].sum for g in gauges]
+    return Trained(gradients, norms, gauges, weights, learner.fingerprint())
+
+
+def whole(learner: HFLearner, name: str, own: Tensor) -> Tensor:
+    if not isinstance(learner, ShardedLearner):
+        return own
+    found: Any = learner.like(name, own)
+    return found.full_tensor()
+
+
+def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest difference of any number; inf where the names differ or a number is none."""
+    if a.keys() != b.keys():
+        return math.inf
+    gaps = [float((a[n].double() - b[n].double()).abs().max()) for n in a]
+    return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a sharded run ends from the one in one process."""
+
+    gradient: float
+    weights: float
+    norm: float
+    gauges: float
+    size: float
+    """The largest number of the gradient."""
+
+
+def distance(found: Trained, right: Trained) -> Distance:
+    pairs = list(zip(found.gradients, right.gradients, strict=True))
+    names = {n for g in right.gauges for n in g if not n.startswith("learner/")}
+    gauges = [
+        abs(a[n].sum - b[n].sum) / max(1.0, abs(b[n].sum)) if n in a and a[n].count == b[n].count else math.inf
+        for a, b in zip(found.gauges, right.gauges, strict=True)
+        for n in names & b.keys()
+    ]
+    return Distance(
+        max(apart(a, b) for a, b in pairs),
+        apart(found.weights, right.weights),
+        max(abs(a - b) / b for a, b in zip(found.norms, right.norms, strict=True)),
+        max(gauges),
+        max(float(g.abs().max()) for g in right.gradients[0].values()),
+    )
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+Groups = dict[int, ProcessRanks | None]
+Task = Callable[[Groups, Path], Any]
+
+
+def over_ranks(tasks: dict[str, Task], folder: Path, world: int = 4, seconds: float = 400.0) -> list[dict[str, Any]]:
+    """What each task returned on each rank; an exception is returned as its text.
+
+    Raises:
+        RuntimeError: a process ended before it had finished.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=_serve, args=(r, world, folder, tasks)) for r in range(world)]
+    for p in processes:
+        p.start()
+    for p in processes:
+        p.join(seconds)
+    for p in processes:
+        if p.is_alive():
+            p.kill()
+    if any(p.exitcode for p in processes):
+        raise RuntimeError(f"ranks ended with {[p.exitcode for p in processes]}")
+    return [pickle.loads((folder / f"rank-{r}.pickle").read_bytes()) for r in range(world)]
+
+
+def _serve(rank: int, world: int, folder: Path, tasks: dict[str, Task]) -> None:
+    torch.set_num_threads(1)
+    out: dict[str, Any] = {}
+    with joined(rank, world, f"file://{folder / 'meet'}", seconds=60) as everyone:
+        groups: Groups = {w: everyone.part(range(w)) for w in WORLDS if w <= world}
+        for name, task in tasks.items():
+            begun = time.monotonic()
+            try:
+                out[name] = task(groups, folder)
+            except Exception:
+                out[name] = traceback.format_exc()
+                print(f"rank {rank}, {name}: {out[name]}", flush=True)  # others may wait for this rank
+            if rank == 0:
+                print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
+        (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(out))
+        everyone.every("finished")
+
+
+@cache
+def one_process(case: Case) -> Trained:
+    return train(case, None)
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Cases over every world, each compared with one process that takes the minibatch in its first order and in one
+    pass. Returns {(case, world): Distance} on rank 0."""
+
+    cases: tuple[Case, ...]
+
+    def __call__(self, groups: Groups, folder: Path) -> dict[tuple[Case, int], Distance]:
+        out: dict[tuple[Case, int], Distance] = {}
+        for case in self.cases:
+            right = one_process(replace(case, turned=False, micro_tokens=LARGE)) if groups[1] is not None else None
+            for world, ranks in groups.items():
+                if ranks is not None and (found := train(case, ranks)) and right is not None:
+                    out[case, world] = distance(found, right)
+        return out

@@ -1,0 +1,48 @@
+"""A whole program over ranks (docs/shards.md): `torchrun --standalone --nproc-per-node 2 rank_program.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.algorithm.losses import Likelihood
+from posttrain.core.batch import Batch
+from posttrain.core.run import Model, Optimizer
+from posttrain.core.sampling import Sampling
+from posttrain.core.streams import WEIGHT
+from posttrain.core.types import Segment
+from posttrain.engine.gather import gathered
+from posttrain.engine.models import load_policy
+from posttrain.engine.optimizer import StageOptimizer
+from posttrain.engine.process_ranks import joined
+from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded_checkpoint import load_sharded, save_sharded
+from posttrain.role.trainer import Trainer
+from posttrain.role.transport import whole_tensors
+
+
+def segment(ids: list[int], prompt: int) -> Segment:
+    mask = np.arange(len(ids)) >= prompt
+    logp = np.where(mask, 0.0, np.nan).astype(np.float32)
+    return Segment(np.array(ids, np.int32), mask, logp, np.where(mask, 0, -1).astype(np.int32), Sampling())
+
+
+with joined() as ranks:
+    policy = load_policy(Model(hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, context=64), "0123456789+= ", seed=0)
+    learner = ShardedLearner(policy, ranks)
+    optimizer = StageOptimizer(learner.parameters(), Optimizer(lr=1e-2, warmup=0), ranks=ranks)
+    trainer = Trainer(learner, optimizer, micro_tokens=16, ranks=ranks)
+    texts = [f"{a}+{b}={a + b}" for a in range(4) for b in range(4)]
+    segments = [segment(policy.tokenizer(text)["input_ids"], prompt=4) for text in texts]
+    spoken = sum(s.spoken for s in segments)
+    batch = Batch.of(segments, streams={WEIGHT: np.full(spoken, 1 / spoken)})
+    for _ in range(5):
+        seen = trainer.step(batch, Likelihood())
+    save_sharded(Path("sharded"), learner, optimizer, trainer.version)
+    weights = dict(whole_tensors(gathered(learner.shards(), ranks, trainer.version)))  # on rank 0
+    version = load_sharded(Path("sharded"), learner, optimizer)
+    own = sum(p.numel() for p in learner.parameters().values())
+    print(
+        f"rank {ranks.rank}: loss {seen['sft/loss'].mean:.6f}, version {version}, {own} of {policy.size} numbers here"
+    )
