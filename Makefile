@@ -42,7 +42,7 @@ test-vllm: $(VLLM_VENV)/vllm.stamp
 
 # The life of vLLM's servers, and adapters on vLLM.
 test-vllm-servers: $(VLLM_VENV)/vllm.stamp
-	$(ON_VLLM) $(addprefix tests/conformance/test_,server_life.py server_url.py vllm_adapters.py)
+	$(ON_VLLM) $(addprefix tests/conformance/test_,server_life.py server_url.py vllm_adapters.py vllm_placed.py)
 
 # A run that asks a step ahead, on vLLM in process and as a server; `make test` plays it on the embedded engine.
 test-vllm-ahead: $(VLLM_VENV)/vllm.stamp

@@ -31,7 +31,7 @@ NO_TORCH = ("core", "sandbox", "verifier", "environment", "data", "plan", "diagn
 PLAYED = ("toy", "lab")
 """Rooms that no run reaches; only these import `toy`."""
 HEAVY = {"torch", "transformers", "accelerate", "vllm", "ray", "peft", "datasets"}
-LIGHT = {"environment": {"datasets"}, "data": {"datasets"}}
+LIGHT = {"environment": {"datasets"}, "data": {"datasets"}, "verifier": {"ray"}}
 """What an otherwise light room may import, inside a function."""
 FILE_LINES, FUNCTION_LINES = 400, 60
 

@@ -179,17 +179,26 @@ def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | No
     return Draft(small.module, how.drafts)
 
 
-def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
+def check_vllm(run: Run, how: VLLM, policy: Policy) -> None:
+    """ConfigError where vLLM cannot serve the policy, or cannot keep a stage's sampling contract."""
     refuse_vllm(policy.module.config.to_dict())
-    remote = how.server or how.url is not None
-    able = replace(limits(policy), sequences=not remote)
+    able = replace(limits(policy), sequences=not (how.server or how.url is not None))
     for stage in run.stages:
         if stage.contract is not None:
             check(stage.contract, able)
-    if remote:
+
+
+def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
+    check_vllm(run, how, policy)
+    if how.server or how.url is not None:
         return _server(run, how, policy)
     engine = VLLMEngine(
-        policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager, timeout=how.timeout
+        policy,
+        slots=run.slots,
+        cache_bytes=int(how.cache_gib * GIB),
+        eager=how.eager,
+        timeout=how.timeout,
+        inflight=how.update == "inflight",
     )
     return Serving(engine, engine.close)
 
@@ -197,15 +206,13 @@ def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
 def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
     """A vLLM server that runs already, or one that is started here."""
     patience = Patience(answer=how.timeout)
+    inflight = how.update == "inflight"
     if how.url is not None:
         share = Path(how.share) if how.share is not None else memory_folder()
         endpoint = Endpoint(how.url, ROLE, key_env=how.key_env, patience=patience)
-        return Serving(VLLMServer(policy, endpoint, share=share, timeout=how.timeout), lambda: None)
+        return Serving(VLLMServer(policy, endpoint, share=share, timeout=how.timeout, inflight=inflight), lambda: None)
     own = Spawned(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager)
     share = own.folder if how.share is None else Path(how.share)
-    return Serving(
-        VLLMServer(
-            policy, Endpoint(own.url, ROLE, patience=patience), share=share, timeout=how.timeout, ended=own.ended
-        ),
-        own.close,
-    )
+    endpoint = Endpoint(own.url, ROLE, patience=patience)
+    engine = VLLMServer(policy, endpoint, share=share, timeout=how.timeout, ended=own.ended, inflight=inflight)
+    return Serving(engine, own.close)

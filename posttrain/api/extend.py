@@ -67,6 +67,7 @@ ALLOWED: Mapping[str, str] = {
     "Processes.timeout": "how long anything may take",
     "Processes.deaths": "how many engines a turn may kill",
     "Ray.address": "which Ray cluster they work on",
+    "Ray.verifiers": "where verifiers work",
     "Embedded.cache_gib": "memory of the cache",
     "Embedded.budget": "positions of a forward pass",
     "Embedded.retain": "tokens that stay in the cache",

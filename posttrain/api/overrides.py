@@ -208,14 +208,14 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
     if isinstance(current, AnyAlgorithm):
         return _patched(current, node, path)
     if dataclasses.is_dataclass(current) and not isinstance(current, type):
-        return _fields(current, node, path)
+        return _fields(declared, current, node, path)
     if isinstance(current, Mapping):
         return _mapping(declared, cast("Mapping[str, Any]", current), node, path)
     if isinstance(current, tuple):
         return _elements(declared, cast("tuple[Any, ...]", current), node, path)
     part = next(iter(node.parts))
     if current is None and (begun := next((BEGUN[m] for m in tree.members(declared) if m in BEGUN), None)) is not None:
-        return _fields(begun, node, path)
+        return _fields(declared, begun, node, path)
     if current is None and Env in tree.members(declared):
         raise ConfigError(
             f"{path}.{part}: {path} is none, so the run's environment is used; name its own first: {path}=NAME"
@@ -242,7 +242,7 @@ def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
     return read(declared, word, path)
 
 
-def _fields(current: Any, node: Node, path: str) -> Any:
+def _fields(declared: Any, current: Any, node: Node, path: str) -> Any:
     cls = cast("type[Any]", type(current))
     dot = f"{path}." if path else ""
     decided = fixed(cls)
@@ -254,7 +254,9 @@ def _fields(current: Any, node: Node, path: str) -> Any:
                 f"{dot}{name}: the recipe decides this; start another recipe, or address a stage by its name"
             )
         if name not in known:
-            raise ConfigError(f"{dot}{name}: {cls.__name__} has no such setting; {nearest(name, known)}")
+            others = [tag.lower() for tag, kind in tree.pieces(declared).items() if name in tree.hints(kind)]
+            there = f"{path}={others[0]} has: choose that, or leave it out" if others else nearest(name, known)
+            raise ConfigError(f"{dot}{name}: {cls.__name__} has no such setting; {there}")
         changes[name] = _rebuild(known[name], getattr(current, name), part, f"{dot}{name}")
     return replace(current, **changes)
 

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from posttrain import faults
-from posttrain.api.engines import Serving, keeping_contracts, make_engine
+from posttrain.api.engines import Serving, check_vllm, keeping_contracts, make_engine
 from posttrain.api.torch_settings import use_deterministic, use_threads
+from posttrain.core.engines import Embedded
 from posttrain.core.env import Env
 from posttrain.core.errors import EngineError
 from posttrain.core.placement import Local, Processes, Ray, check_machine
@@ -37,11 +38,15 @@ from posttrain.engine.pool.host import EngineHost
 from posttrain.engine.pool.hosted import EngineFacts, EngineStart
 from posttrain.engine.pool.ray_host import RayCluster, RayHost, node_address
 from posttrain.environment.render import Renderer
+from posttrain.verifier.workers.pool import begin_workers
+from posttrain.verifier.workers.ray_worker import RayWorker
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """Nats by which engines on devices of their own may differ in the log-prob of one token. Deterministic ones differ in
 no bit."""
 
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+"""Environment variable of vLLM for CPU. Left alone, each of its servers binds its threads to the same cores."""
 BUCKET_SHARE = 0.25
 """Share of the time-out that a bucket of a broadcast may take: an engine that hangs in one is replaced before, and one
 that nobody calls says so before the pool does."""
@@ -61,6 +66,7 @@ class EngineParts:
     def __call__(self) -> Sampler:
         use_threads(self.threads)
         use_deterministic(self.run.deterministic)
+        os.environ.setdefault(BINDING, "nobind")
         PLANTED.enter_context(faults.planted(self.run.fault))
         policy, tokenizer = self.policy, cast("Any", self.policy.tokenizer)
         render = Renderer(tokenizer, policy.stop_ids, policy.context, self.run.model.history)
@@ -82,6 +88,8 @@ def placed_engine(
     """
     if isinstance(run.placement, Local):
         return make_engine(run, policy, text)
+    if not isinstance(run.engine, Embedded):
+        check_vllm(run, run.engine, policy)
     pool = engine_pool(run, run.placement, policy, say)
     return keeping_contracts(run, Serving(pool, pool.close))
 
@@ -147,7 +155,13 @@ def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, C
             host = RayHost(f"engine {number}", start, cluster, number, threads=threads)
             return host, host.started
 
-        return actor, cluster.close
+        back = begin_workers(RayWorker) if placement.verifiers else lambda: None
+
+        def close() -> None:
+            back()
+            cluster.close()
+
+        return actor, close
 
     have = sorted(os.sched_getaffinity(0), reverse=True) if placement.cores else []
     apart = [frozenset(have[i * placement.cores : (i + 1) * placement.cores]) for i in range(placement.engines)]

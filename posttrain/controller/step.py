@@ -100,8 +100,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                 roles.learner,
                 roles.reference,
                 optimizer_steps=stage.optimizer_steps,
-                hints=roles.hints,
                 implicit=roles.implicit,
+                hints=roles.hints,
             )
             roles.watch.emit(ScoredEvent(e, groups))
             credit = credit_step(

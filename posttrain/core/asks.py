@@ -202,8 +202,8 @@ HARMLESS = frozenset(
         *("RejectionMethod.name", "RejectionMethod.paper", "RejectionMethod.distinct", "RejectionMethod.weights"),
         *("RejectionMethod.rationalise", "Regenerate.separator", "Regenerate.by"),
         *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
-        "Processes.delta",
-        *("Embedded.update", "Embedded.sleep", "Embedded.timeline", "VLLM.eager"),
+        *("Processes.delta", "Ray.verifiers"),
+        *("Embedded.update", "Embedded.sleep", "Embedded.timeline", "VLLM.eager", "VLLM.update"),
         "VLLM.server",  # of the installed package, on this machine alone
     }
 )

@@ -73,6 +73,10 @@ class VLLM:
     """Memory of the key-value cache."""
     eager: bool = False
     """No compilation: starts in seconds and steps slower."""
+    update: Literal["drain", "inflight"] = "drain"
+    """What happens to unfinished sequences when new weights come. drain: they end first. inflight: they stand still
+    meanwhile and go on under the new weights, and their keys and values are computed again. A run that waits for all
+    its samples has no unfinished sequences then."""
     timeout: float = 600.0
     """Seconds a turn, a step or an update may take before the engine counts as failed."""
 
@@ -118,6 +122,11 @@ def engine_refusals(
             )
         if kernels == "compiled":
             yield "model.kernels=compiled is about the embedded engine. Set engine=embedded, or leave it out"
+        if lora and engine.update == "inflight":
+            yield (
+                "engine.update=inflight: vLLM names the adapter in each request, so unfinished ones would go on under"
+                " the old adapter. Set engine.update=drain, or model.lora=none"
+            )
         return
     if engine.sleep and ahead:
         yield (

@@ -61,6 +61,9 @@ class Ray(Processes):
     address: str | None = None
     """Address of a Ray cluster that runs already, such as 10.0.0.7:6379 or `auto`. None: Ray is started on this machine
     and ended with the run."""
+    verifiers: bool = False
+    """Whether the workers of verifiers are actors too, spread over the machines of the cluster. A file with a reward
+    function must lie under the same path there. They reserve no CPUs."""
 
 
 Placement = Local | Processes | Ray

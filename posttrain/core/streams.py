@@ -176,10 +176,10 @@ class Scoring:
     frozen: Examiner | None
     optimizer_steps: int
     """Optimizer steps that will be taken on these tokens."""
-    hinted: Packed | None = None
-    """The same spoken tokens behind the prompts that the teacher reads; None: it reads the policy's."""
     implicit: Scorer | None = None
     """The implicit process reward model, where the algorithm reads one."""
+    hinted: Packed | None = None
+    """The same spoken tokens behind the prompts that the teacher reads; None: it reads the policy's."""
 
     @property
     def reference(self) -> Examiner:

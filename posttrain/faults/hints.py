@@ -42,7 +42,7 @@ def _(real: Real) -> Real:
     seam="posttrain.role.score:_cut",
     what="the teacher's numbers are one token late, across the border of two answers",
     harm="each token is pulled towards the teacher's opinion of the token before it",
-    source="2601.20802: a token has the log-probs of policy and teacher side by side, whatever the prompts",
+    source="2601.20802: a token has the policy's and the teacher's log-prob side by side, whatever their prompts",
     shows=SIBLING,
 )
 def _(real: Real) -> Real:

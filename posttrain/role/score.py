@@ -23,12 +23,13 @@ def score(
     reference: Examiner | None,
     *,
     optimizer_steps: int,
-    hints: Hints | None = None,
     implicit: Scorer | None = None,
+    hints: Hints | None = None,
 ) -> tuple[ScoredGroup, ...]:
     """The judged episodes of each group with the streams that `a` reads. Groups without any are left out.
 
     Args:
+        implicit: the implicit process reward model, where the algorithm reads one.
         hints: what the reference reads instead of the policy's prompts, where the algorithm has a hint.
     """
     episodes = [e for g in groups for e in g.judged]
@@ -45,8 +46,8 @@ def score(
         learner,
         reference if hints is None else hints.teacher(learner, reference),
         optimizer_steps,
-        None if hinted is None else Packed.of(hinted),
         implicit,
+        None if hinted is None else Packed.of(hinted),
     )
     made = {stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(look).items()}
     scored = iter(

@@ -54,6 +54,8 @@ class Subject:
     """Inside it, what the engine cached under old weights survives new ones: the fault that the suite must see."""
     lossy: Callable[[], AbstractContextManager[None]]
     """Inside it, one tensor of an update is lost behind the adapter's own checks."""
+    inflight: Callable[[], AbstractContextManager[None]]
+    """Inside it, running turns go on under new weights."""
     idle: Callable[[], bool]
     """Whether nothing is left of any request."""
     close: Callable[[], None] = lambda: None
@@ -167,8 +169,22 @@ def _embedded(kernels: KernelChoice = "auto", device: str = "cpu") -> Subject:
         HFLearner(policy),
         stale,
         lossy,
+        _set(engine, "_update", "inflight"),
         lambda: not engine._scheduler.busy and not engine._scheduler.queue,
     )
+
+
+def _set(engine: Any, name: str, value: object) -> Callable[[], AbstractContextManager[None]]:
+    @contextmanager
+    def other() -> Iterator[None]:
+        before = getattr(engine, name)
+        setattr(engine, name, value)
+        try:
+            yield
+        finally:
+            setattr(engine, name, before)
+
+    return other
 
 
 def _lossy(engine: Any) -> Callable[[], AbstractContextManager[None]]:
@@ -200,7 +216,7 @@ def _vllm() -> Subject:
     def stale() -> Iterator[None]:
         """One salt for all versions, and a cache that only pretends to have been emptied."""
         reset, salt = engine._engine.reset_prefix_cache, engine._salt
-        engine._engine.reset_prefix_cache = lambda: True
+        engine._engine.reset_prefix_cache = lambda **_: True
         engine._salt = lambda: "one for all"  # type: ignore[method-assign]
         try:
             yield
@@ -211,7 +227,8 @@ def _vllm() -> Subject:
     def idle() -> bool:
         return not engine.busy and not engine._engine.has_unfinished_requests()
 
-    return Subject("vllm", engine, policy, HFLearner(policy), stale, _lossy(engine), idle, engine.close)
+    inflight = _set(engine, "inflight", True)
+    return Subject("vllm", engine, policy, HFLearner(policy), stale, _lossy(engine), inflight, idle, engine.close)
 
 
 def _vllm_server() -> Subject:
@@ -244,7 +261,8 @@ def _vllm_server() -> Subject:
             return not engine.busy and json.load(answer)["success"]
 
     refuses = {"bad_sequences": "no sequences of several tokens"}
-    return Subject("vllm-server", engine, policy, HFLearner(policy), stale, _lossy(engine), idle, own.close, refuses)
+    lossy, inflight = _lossy(engine), _set(engine, "inflight", True)
+    return Subject("vllm-server", engine, policy, HFLearner(policy), stale, lossy, inflight, idle, own.close, refuses)
 
 
 BUILDERS: dict[str, Callable[[], Subject]] = {

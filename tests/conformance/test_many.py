@@ -94,3 +94,12 @@ async def test_one_bad_request_does_not_spoil_the_others(subject: Subject) -> No
     with pytest.raises(Exception, match="non-empty"):
         await subject.sampler.generate(np.zeros(0, np.int32), contract(), 0)
     assert all(len(s.ids) == 12 for s in await asyncio.gather(*good))
+
+
+async def test_prompts_that_are_longer_than_one_pass_together_are_answered(subject: Subject) -> None:
+    """32 prompts of 150 tokens, beginning with different ones: more than the 2,048 positions of a pass."""
+    asked, wanted = [subject.ids(f"{i:03d}" + "=" * 147) for i in range(32)], contract(max_tokens=4)
+    said = await subject.say(asked, wanted)
+    assert all(len(s.ids) == 4 for s in said)
+    gaps = [subject.gap([segment(p, s, wanted)]).max() for p, s in zip(asked, said, strict=True)]
+    assert max(gaps) < LEAST["float32"].worst

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,14 +40,20 @@ def alive(pid: int) -> bool:
         return False
 
 
-def soon(gone: int) -> bool:
+def soon(gone: Callable[[], bool]) -> bool:
     until = time.monotonic() + 30
-    while time.monotonic() < until and alive(gone):
+    while time.monotonic() < until and not gone():
         time.sleep(0.1)
-    return not alive(gone)
+    return gone()
+
+
+def left_in_memory() -> set[str]:
+    """Folders of servers that nobody has removed."""
+    return {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith("posttrain-vllm-")}
 
 
 def test_a_server_ends_with_a_run_that_was_killed() -> None:
+    before = left_in_memory()
     run = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     server = int(run.stdout.readline())
@@ -54,7 +61,7 @@ def test_a_server_ends_with_a_run_that_was_killed() -> None:
     assert alive(server)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    assert soon(server)
+    assert soon(lambda: not alive(server)) and not left_in_memory() - before, "and its folder is removed"
 
 
 def test_a_server_that_cannot_start_says_why() -> None:
@@ -70,7 +77,7 @@ def test_a_server_that_dies_is_reported_with_its_role() -> None:
     endpoint = Endpoint(own.url, "rollout", patience=Patience(tries=2, first=0.1))
     engine = VLLMServer(policy, endpoint, share=own.folder, timeout=60, ended=own.ended)
     group = own._process.pid
-    subject = subjects.Subject("dying", engine, policy, subjects.HFLearner(policy), *[lambda: None] * 3)  # type: ignore[arg-type]
+    subject = subjects.Subject("dying", engine, policy, subjects.HFLearner(policy), *[lambda: None] * 4)  # type: ignore[arg-type]
 
     async def main() -> None:
         with pytest.raises(EngineError, match="no weights yet"):

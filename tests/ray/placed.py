@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,6 +19,7 @@ import pytest
 pytest.importorskip("ray")
 
 from posttrain.core import reader
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, EngineError
 from posttrain.core.placement import Local, Ray
 from posttrain.core.types import Said
@@ -27,6 +29,8 @@ from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.hosted import EngineFacts, EngineStart
 from posttrain.engine.pool.ray_host import RayCluster, RayHost
+from posttrain.verifier.workers.ray_worker import RayWorker
+from tests.killing import REWARD
 from tests.laws.test_placement import Killer, placed, played
 from tests.rooms.pool_parts import PLAIN, KnownSampler, Refuses, known, prompt
 
@@ -83,6 +87,29 @@ def test_a_start_that_fails_tells_its_cause(cluster: RayCluster) -> None:
         actor_pool(cluster, partial(Refuses, "raises"))
     with pytest.raises(EngineError, match="engine 0 did not start: its actor is lost"):
         actor_pool(cluster, partial(Refuses, "exits"))
+
+
+def test_verifiers_on_ray_change_no_bit_though_they_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: RayCluster
+) -> None:
+    """Every fortieth question kills its actor, and is asked again from a new one."""
+    (file := tmp_path / "length.py").write_text(REWARD)
+    run = placed(Local(), 0, steps=4)
+    run = replace(run, env=replace(run.env, rewards=(Reward(function=f"{file}:length", workers=2),)))
+    local = played(run, tmp_path / "local")
+    asked, killed, ask = Counter[str](), set[int](), RayWorker.ask
+
+    def deadly(self: RayWorker, request: bytes) -> dict[str, Any]:
+        asked["all"] += 1
+        if asked["all"] % 40 == 39:
+            killed.add(self.processes[0])
+            os.kill(self.processes[0], signal.SIGKILL)
+        return ask(self, request)
+
+    monkeypatch.setattr(RayWorker, "ask", deadly)
+    assert played(replace(run, placement=Ray(engines=1, verifiers=True)), tmp_path / "ray") == local
+    print(f"{len(killed)} of the verifiers' actors killed, {asked['all']} questions")
+    assert len(killed) >= 3 and os.getpid() not in killed
 
 
 @pytest.mark.parametrize(("staleness", "transport"), [(0, "collective"), (2, "shared")])

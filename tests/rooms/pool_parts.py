@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core import seeds
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, EndpointError
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Stop
@@ -190,6 +190,25 @@ class Refuses(KnownSampler):
         if how == "exits":
             os._exit(3)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Ends(KnownSampler):
+    """Its server dies in every process but those begun after `file` was made, at the first turn."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self._file, self._why = file, ""
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        if not os.path.exists(self._file):
+            open(self._file, "w").close()
+            self._why = "its server has ended"
+        if self._why:
+            raise EndpointError("rollout: no connection", "rollout", None)
+        return await super().generate(ids, sampling, place)
+
+    def ended(self) -> str:
+        return self._why
 
 
 def process_pool(

@@ -30,6 +30,7 @@ from posttrain.engine.pool import engine_pool
 from posttrain.engine.pool.ray_host import must_answer
 from tests.rooms.pool_parts import (
     PLAIN,
+    Ends,
     KnownSampler,
     Refuses,
     Script,
@@ -129,6 +130,24 @@ def test_an_engine_that_reads_large_weights_gives_signs_of_life() -> None:
     served, turn = asyncio.run(play())
     assert served == "weight 2" and (turn.ids == known(prompt(5), 5, 2.0)).all()
     assert not said and pool.engines[0].restarts == 0
+    pool.close()
+
+
+@LONG
+def test_an_engine_that_can_never_answer_again_is_replaced(tmp_path: Path) -> None:
+    """Its process lives, and what it depends on does not, such as its vLLM server."""
+    said: list[str] = []
+    pool = process_pool(partial(Ends, str(tmp_path / "dead")), say=said.append)
+    first = pool.engines[0].host.pid
+
+    async def play() -> list[Said]:
+        await pool.load(3, [("w", torch.tensor(2.0))])
+        return await asyncio.gather(*(pool.generate(prompt(t), PLAIN, t) for t in range(10)))
+
+    found = asyncio.run(play())
+    assert all((s.ids == known(prompt(t), t, 2.0)).all() and (s.version == 3).all() for t, s in enumerate(found))
+    assert len(said) == 1 and "engine 0 died: its server has ended" in said[0]
+    assert not alive(first)
     pool.close()
 
 

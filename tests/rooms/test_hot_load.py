@@ -3,6 +3,7 @@ is compared with it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from posttrain.core.adapter import Lora
+from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError, EngineError
 from posttrain.engine import adapter
 from posttrain.engine.attention import PackedLayout, using
@@ -21,6 +23,7 @@ from posttrain.engine.models import Policy, load_policy, named_tensors
 from posttrain.engine.vllm.hot_load import HotLoad, lora_arguments, rank_for, without_negative_zeros, write_base
 from posttrain.engine.vllm.launch import arguments
 from tests.rooms.engine_parts import ALPHABET, tiny
+from tests.tiny import MODEL, tiny_run
 
 
 def learned(dtype: str = "float32", **kind: Any) -> Policy:
@@ -112,6 +115,8 @@ def test_vllm_makes_room_for_the_next_of_its_ranks(rank: int, room: int) -> None
 
 
 def test_what_cannot_be_served_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Set engine.update=drain"):
+        replace(tiny_run(), engine=VLLM(update="inflight"), model=replace(MODEL, lora=Lora(rank=2)))
     with pytest.raises(ConfigError, match="up to 512"):
         rank_for(Lora(rank=513))
     with pytest.raises(EngineError, match="layers q_proj, up_proj"):

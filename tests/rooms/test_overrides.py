@@ -185,6 +185,11 @@ def test_refusals(override: str, message: str) -> None:
     assert message in refused(override)
 
 
+def test_a_setting_of_another_choice_says_whose_it_is() -> None:
+    said = "engine.sleep: VLLM has no such setting; engine=embedded has: choose that, or leave it out"
+    assert said in refused("engine=vllm", "engine.sleep=true")
+
+
 def test_parts_of_nothing_say_how_to_get_it() -> None:
     assert "rl.algorithm.pull is none; choose it first, for example rl.algorithm.pull=kl" in refused(
         "algorithm=dapo", "pull.coef=1"

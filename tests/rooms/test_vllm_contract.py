@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError, EngineError
@@ -138,6 +139,36 @@ def test_an_update_waits_for_turns_and_turns_wait_for_it() -> None:
     assert "".join(seen) == "ababUUVVcc"
 
 
+def test_turns_that_may_stay_go_on_during_an_update() -> None:
+    """An update waits for the others, and new turns of both kinds wait for it."""
+    seen: list[str] = []
+
+    async def turn(gate: UpdateGate, name: str, stays: bool) -> None:
+        async with gate.turn(stays):
+            for _ in range(6 if stays else 2):
+                seen.append(name)
+                await asyncio.sleep(0.01)
+
+    async def update(gate: UpdateGate) -> None:
+        async with gate.update():
+            seen.append("U")
+            await asyncio.sleep(0.015)
+            seen.append("U")
+
+    async def main() -> None:
+        gate = UpdateGate()
+        first = [asyncio.create_task(turn(gate, "s", True)), asyncio.create_task(turn(gate, "t", False))]
+        await asyncio.sleep(0)
+        await asyncio.gather(*first, update(gate), turn(gate, "x", True))
+        assert gate.turns == 0
+
+    asyncio.run(main())
+    begun, ended = (i for i, name in enumerate(seen) if name == "U")
+    assert "t" in seen[:begun] and "t" not in seen[begun:], "it waited for the turn that may not stay"
+    assert "s" in seen[begun:ended], "the other one went on"
+    assert seen.index("x") > ended, "a new one waited"
+
+
 def test_a_server_is_started_with_what_is_needed() -> None:
     made = arguments(["--model", "m", "--port", "1"])
     assert all(
@@ -145,6 +176,7 @@ def test_a_server_is_started_with_what_is_needed() -> None:
     )
     assert made[made.index("--host") + 1] == "127.0.0.1"
     assert "127.0.0.1" not in arguments(["--host=0.0.0.0"])
+    assert ("--no-enable-chunked-prefill" in made) == (not torch.cuda.is_available()), "CPUs cannot take back a draw"
     with pytest.raises(ConfigError, match="leave it out"):
         arguments(["--logprobs-mode=raw_logprobs"])
 

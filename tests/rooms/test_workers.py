@@ -27,7 +27,8 @@ from posttrain.core.verdict import State, Verdict
 from posttrain.environment.make import environment
 from posttrain.verifier.configured import sources
 from posttrain.verifier.source import BatchSource
-from posttrain.verifier.workers.process import scrubbed
+from posttrain.verifier.workers.pool import begin_workers
+from posttrain.verifier.workers.process import Spec, WorkerError, WorkerProcess, scrubbed
 
 FUNCTIONS = """
 import ctypes, os, subprocess, sys, time, threading, signal
@@ -227,6 +228,40 @@ def test_a_worker_that_cannot_start_is_an_outage(rewards: Path) -> None:
     source.pool._shared.spec.__dict__["argument"] = "nowhere.py:judge"
     (v,) = ask(source, "12")
     assert (v.state, v.kind) == (State.FAILED, "worker") and "no such file" in v.why
+    source.close()
+
+
+def test_workers_elsewhere_that_are_lost_are_ours(rewards: Path) -> None:
+    """Workers that live on other machines take the place of those here. One that is lost is asked again from another;
+    a text that loses two proves nothing, and is never worth 0."""
+    begun, lose = list[WorkerProcess](), list[str]()
+
+    class Elsewhere(WorkerProcess):
+        def ask(self, request: bytes) -> dict[str, Any]:
+            if lose:
+                self.kill()
+                raise WorkerError("lost", lose.pop(), killed=True)
+            return super().ask(request)
+
+    def begin(spec: Spec) -> WorkerProcess:
+        begun.append(Elsewhere(spec))
+        return begun[-1]
+
+    source = made(rewards)
+    assert ask(source, "12")[0].score == 1
+    here = source.pool.processes()
+    back = begin_workers(begin)
+    try:
+        assert ask(source, "12")[0].score == 1 and len(begun) == 1 and gone(*here)
+        lose.append("its machine is gone")
+        assert ask(source, "12")[0].score == 1 and len(begun) == 2
+        lose += ["its machine is gone"] * 2
+        verdict = ask(source, "13")[0]
+        assert (verdict.state, verdict.kind, verdict.why) == (State.FAILED, "worker", "its machine is gone")
+        assert ask(source, "12")[0].score == 1
+    finally:
+        back()
+    assert ask(source, "13")[0].score == 0 and gone(*(p for w in begun for p in w.processes))
     source.close()
 
 

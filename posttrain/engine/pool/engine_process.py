@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.engine.pool.host import OpenCalls
-from posttrain.engine.pool.hosted import EngineReport, HostedEngine, portable
+from posttrain.engine.pool.hosted import EngineEnded, EngineReport, HostedEngine, portable
 
 LOG_LINES = 12
 """Last lines of a process's output that an error message quotes."""
@@ -202,6 +202,8 @@ class ProcessHost:
             except (EOFError, OSError):
                 self._calls.die(self._cause())
                 return
+            if isinstance(error, EngineEnded):
+                self.kill(str(error))
             self._calls.end(number, value, error, report)
 
     def _cause(self) -> str:

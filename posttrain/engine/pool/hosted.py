@@ -50,6 +50,11 @@ class EngineReport:
         return EngineReport(merge(self.gauges, later.gauges), seconds, later.memory or self.memory)
 
 
+class EngineEnded(Exception):
+    """The engine of this process can never answer again, for example because its vLLM server has died. Its words are
+    the cause. The learner's side ends the process and begins a new one."""
+
+
 @dataclass(frozen=True)
 class EngineStart:
     """How the process of an engine makes its two parts. It is pickled, so both are functions of modules."""
@@ -66,8 +71,17 @@ class HostedEngine:
         self._reported = self._installed = 0.0
 
     async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
-        """The value of one call, with a report where one is due."""
-        value = await getattr(self, method)(*given)
+        """The value of one call, with a report where one is due.
+
+        Raises:
+            EngineEnded: the engine can never answer again.
+        """
+        try:
+            value = await getattr(self, method)(*given)
+        except Exception as error:
+            if why := self._ended():
+                raise EngineEnded(why) from error
+            raise
         if method == "generate" and time.monotonic() - self._reported < REPORT_EVERY:
             return value, None
         self._reported = time.monotonic()
@@ -76,7 +90,7 @@ class HostedEngine:
 
     async def facts(self) -> EngineFacts:
         e = self._engine
-        described = getattr(e, "describe", lambda: "")()
+        described = getattr(e, "describe", lambda: f"engine: {type(e).__name__}")()
         return EngineFacts(e.version, e.keeps_sets, e.draws_by_place, e.context, described, os.getpid())
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
@@ -95,7 +109,13 @@ class HostedEngine:
         return served
 
     async def report(self) -> None:
-        """Nothing but the report that comes with the answer."""
+        """A sign of life; the report comes with the answer."""
+        if why := self._ended():
+            raise EngineEnded(why)
+
+    def _ended(self) -> str:
+        """Why the engine can never answer again; '' while it can."""
+        return getattr(self._engine, "ended", lambda: "")()
 
 
 def memory() -> int:

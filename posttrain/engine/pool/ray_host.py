@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from posttrain.core.errors import ConfigError, EngineError
 from posttrain.engine.pool.host import OpenCalls
-from posttrain.engine.pool.hosted import EngineFacts, EngineReport, HostedEngine, portable
+from posttrain.engine.pool.hosted import EngineEnded, EngineFacts, EngineReport, HostedEngine, portable
 
 AT_ONCE = 100_000
 """Calls that an actor takes at once. What it computes at once is the engine's own decision."""
@@ -192,6 +192,8 @@ class RayHost:
         except BaseException as error:
             self._calls.end(number, None, EngineError(f"{self.name}, through Ray: {error}"), None)
         else:
+            if isinstance(error, EngineEnded):
+                self.kill(str(error))
             self._calls.end(number, value, error, report)
 
     def _known(self, started: Future[EngineFacts]) -> None:

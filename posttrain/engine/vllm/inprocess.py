@@ -65,18 +65,26 @@ class VLLMEngine:
         cache_bytes: bytes of the key-value cache.
         eager: use no compilation and no captured graphs. The start takes seconds, and steps are slower.
         timeout: seconds that a step or an update may take before the engine counts as hung.
+        inflight: running turns go on under new weights (`VLLM.update`).
 
     Raises:
         ConfigError: vllm is not installed. EngineError: it does not start with this model.
     """
 
     def __init__(
-        self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool = False, timeout: float = 600.0
+        self,
+        policy: Policy,
+        *,
+        slots: int,
+        cache_bytes: int,
+        eager: bool = False,
+        timeout: float = 600.0,
+        inflight: bool = False,
     ) -> None:
         installed()
         self._limits = limits(policy)
         self._expected = ExpectedTensors.of(policy)
-        self._timeout = timeout
+        self._timeout, self.inflight = timeout, inflight
         self._version = self._empty = empty_version(policy)
         self._counters = ClientCounters()
         self._asked: dict[str, _Turn] = {}
@@ -139,8 +147,9 @@ class VLLMEngine:
         return await self._answer(future, "scoring a canary")
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Serve these weights as `version` once all running turns have ended. Returns the fingerprint of the weights
-        that vLLM's layers multiply with afterwards. Names and shapes are checked before anything is sent."""
+        """Serve these weights as `version` once all running turns have ended, or, with `inflight`, between two steps.
+        Returns the fingerprint of the weights that vLLM's layers multiply with afterwards. Names and shapes are checked
+        before anything is sent."""
         newer(version, self._version)
         given = self._expected.take(tensors)
         future: Future[str] = Future()
@@ -158,6 +167,11 @@ class VLLMEngine:
     def busy(self) -> bool:
         """Whether any request is in vLLM or queued for it."""
         return bool(self._asked or self._scored or self._waiting or not self._inbox.empty())
+
+    def ended(self) -> str:
+        """Why this engine can never answer again; '' while it can. One that could not load weights raises that instead:
+        a new one would not load them either."""
+        return "" if self._failure is None or self._version == self._empty else f"vLLM has failed: {self._failure}"
 
     def close(self) -> None:
         """End the thread and free vLLM's memory. Requests that have not ended fail."""
@@ -235,7 +249,7 @@ class VLLMEngine:
                 return False
             command()
             idle = not (self._asked or self._scored)
-        if self._updates and idle:
+        if self._updates and (idle or (self.inflight and not self._scored)):
             self._updates.pop(0)()
         if not self._updates and self._waiting:
             waiting, self._waiting = self._waiting, []
@@ -341,7 +355,7 @@ class VLLMEngine:
         future.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
 
     def _update(self, version: int, given: list[tuple[str, torch.Tensor]], future: Future[str]) -> None:
-        """Load new weights while no turn runs. If it fails half way, the engine is not used again."""
+        """Load new weights while no step runs. If it fails half way, the engine is not used again."""
         begun = time.perf_counter()
         try:
             newer(version, self._version)
@@ -349,7 +363,7 @@ class VLLMEngine:
             future.set_exception(error)
             return
         try:
-            fingerprint = self._weights.load(version, given)
+            fingerprint = self._weights.load(version, given, running=bool(self._asked))
         except Exception as error:
             self._version = self._empty
             failure = EngineError(

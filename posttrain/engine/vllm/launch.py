@@ -7,20 +7,25 @@ routes (weights, remote calls) ask for no key, so do not open it to a network th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.visible import tell
 from posttrain.engine.vllm import installed
-from posttrain.engine.vllm.start import BACKEND, EXTENSION
+from posttrain.engine.vllm.start import BACKEND, EXTENSION, whole_prompts
 
 PARENT = "POSTTRAIN_PARENT"
 """Environment variable: process id of the run that started this server. The server ends with it."""
+FOLDER = "POSTTRAIN_FOLDER"
+"""Environment variable: the folder that such a run made for this server. The server removes it where the run has ended
+before it could."""
 NEEDED: dict[str, str | None] = {
     "--generation-config": "vllm",
     "--logprobs-mode": "processed_logprobs",
@@ -38,7 +43,8 @@ def arguments(given: Sequence[str]) -> list[str]:
     """The given arguments and those that posttrain needs; ConfigError where a needed one was given as well."""
     out = list(given)
     names = {a.partition("=")[0].replace("_", "-") for a in given if a.startswith("--")}
-    for name, value in NEEDED.items():
+    needed = NEEDED | ({"--no-enable-chunked-prefill": None} if whole_prompts() else {})
+    for name, value in needed.items():
         if name in names:
             raise ConfigError(f"{name} is what posttrain decides ({value or 'on'}): leave it out")
         out += [name] if value is None else [name, value]
@@ -47,14 +53,23 @@ def arguments(given: Sequence[str]) -> list[str]:
     return out if "--host" in names else [*out, "--host", "127.0.0.1"]
 
 
-def end_with_parent() -> None:
-    """Make the kernel end this process when the run that started it ends, in whatever way."""
-    parent = os.environ.pop(PARENT, None)
+@contextlib.contextmanager
+def ending_with_parent() -> Iterator[None]:
+    """Inside, the kernel ends this process when the run that started it ends, in whatever way. Its folder goes too,
+    also where vLLM has not yet begun to handle the signal."""
+    parent, folder = os.environ.pop(PARENT, None), os.environ.pop(FOLDER, None)
     if parent is None or not sys.platform.startswith("linux"):
+        yield
         return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):
-        raise SystemExit("the run that started this server has ended")
+    try:
+        if os.getppid() != int(parent):
+            raise SystemExit("the run that started this server has ended")
+        yield
+    finally:
+        if folder is not None and os.getppid() != int(parent):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
@@ -64,16 +79,16 @@ def main() -> None:
     else:
         sys.argv[1:] = arguments(sys.argv[1:])
     installed()
-    end_with_parent()
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "3600")
     if "--enable-lora" in sys.argv:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if "--enforce-eager" in sys.argv:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
+    with ending_with_parent():
+        from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-    serve()
+        serve()
 
 
 if __name__ == "__main__":

@@ -122,30 +122,34 @@ def newer(version: int, than: int) -> None:
 
 
 class UpdateGate:
-    """Many turns run at once, or one update. An update waits for the running turns, and later
-    turns wait for the update."""
+    """Many turns run at once, or one update. An update waits for the running turns, but for those that may stay, and
+    later turns wait for the update."""
 
     def __init__(self) -> None:
         self.turns = 0
+        self._staying = 0
         self._updates = 0
         self._updating = False
         self._waiters: list[asyncio.Future[None]] = []
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def turn(self, stays: bool = False) -> AsyncIterator[None]:
+        """`stays`: it may go on during an update."""
         await self._until(lambda: not self._updates)
         self.turns += 1
+        self._staying += stays
         try:
             yield
         finally:
             self.turns -= 1
+            self._staying -= stays
             self._wake()
 
     @asynccontextmanager
     async def update(self) -> AsyncIterator[None]:
         self._updates += 1
         try:
-            await self._until(lambda: not self.turns and not self._updating)
+            await self._until(lambda: self.turns == self._staying and not self._updating)
             self._updating = True
             try:
                 yield

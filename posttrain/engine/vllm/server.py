@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from safetensors.torch import save_file
@@ -58,6 +59,7 @@ class VLLMServer:
         share: folder for weights during an update. This process and the server see it under the same path.
         timeout: seconds that one try of a turn, or one part of an update, may take. A turn is tried again a few times.
         ended: returns why a spawned server has ended; '' while it runs.
+        inflight: running turns go on under new weights (`VLLM.update`).
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class VLLMServer:
         share: Path,
         timeout: float = 600.0,
         ended: Callable[[], str] = lambda: "",
+        inflight: bool = False,
     ) -> None:
         self._limits = replace(limits(policy), sequences=False)
         self._expected = ExpectedTensors.of(policy)
@@ -75,10 +78,14 @@ class VLLMServer:
         self._adapter: str | None = None
         """Name under which the server holds the adapter."""
         self._dtype = str(policy.dtype).removeprefix("torch.")
-        self._endpoint, self._share, self._ended = endpoint, share, ended
+        self._endpoint, self._share, self.inflight = endpoint, share, inflight
+        self.ended = ended
+        """Why this engine can never answer again; '' while it can. Nothing is known of servers of others."""
         self._patience = replace(endpoint.patience, answer=timeout)
         self._version = self._empty = empty_version(policy)
         self._counters = ClientCounters()
+        self._name = uuid4().hex
+        """In the names of what it writes into a folder that others may share."""
         self._gate = UpdateGate()
         self._checked = False
 
@@ -107,7 +114,7 @@ class VLLMServer:
         heard: called once, with the whole turn, when it has ended.
         """
         o = check_request(ids, sampling, place, self._limits)
-        async with self._gate.turn():
+        async with self._gate.turn(stays=self.inflight):
             if self._version == self._empty:
                 raise EngineError(f"{ROLE} ({self._endpoint.url}) was sent no weights yet: push them first (Sync.push)")
             begun = time.perf_counter()
@@ -153,9 +160,9 @@ class VLLMServer:
             raise self._broken(f"its log-probs of a prompt cannot be read ({error!r})") from error
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Serve these weights as `version` once this run's running turns have ended. Returns the
-        fingerprint of the weights that the server's layers multiply with afterwards. Names and shapes are
-        checked before anything is sent."""
+        """Serve these weights as `version` once this run's running turns have ended, or, with `inflight`, while they
+        stand still. Returns the fingerprint of the weights that the server's layers multiply with afterwards. Names
+        and shapes are checked before anything is sent."""
         newer(version, self._version)
         given = self._expected.take(tensors)
         await self._check_server()
@@ -163,7 +170,7 @@ class VLLMServer:
             newer(version, self._version)
             begun = time.perf_counter()
             try:
-                served = await self._update(version, given)
+                served = await (self._paused(version, given) if self.inflight else self._update(version, given))
             except BaseException:
                 self._version = self._empty
                 raise
@@ -171,9 +178,17 @@ class VLLMServer:
             self._counters.spent("engine/load", begun)
         return served
 
+    async def _paused(self, version: int, given: list[tuple[str, Any]]) -> str:
+        """Update while the server's running turns stand still. Afterwards they compute their keys and values again."""
+        await self._post("/pause?mode=keep", None)
+        try:
+            return await self._update(version, given)
+        finally:
+            await self._post("/resume", None)
+
     async def _update(self, version: int, given: list[tuple[str, Any]]) -> str:
         self._share.mkdir(parents=True, exist_ok=True)
-        hot, name = self._hot, f"posttrain-{id(self):x}-{version}"
+        hot, name = self._hot, f"posttrain-{self._name}-{version}"
         await (self._send(name, version, given) if hot is None else self._load_adapter(hot, name, version, given))
         await self._empty_cache()
         told = await self._call("posttrain_digests", json.dumps((hot or self._expected).wanted()))
@@ -208,8 +223,9 @@ class VLLMServer:
         await self._post("/update_weight_version", {"new_version": str(version)})
 
     async def _empty_cache(self) -> None:
+        path = f"/reset_prefix_cache?reset_running_requests={str(self.inflight).lower()}"
         for _ in range(EMPTY_TRIES):
-            if (await self._post("/reset_prefix_cache", None, again=True))["success"]:
+            if (await self._post(path, None, again=True))["success"]:
                 return
             await asyncio.sleep(0.1)
         raise self._broken("its prefix cache could not be emptied after an update; does anybody else ask it?")
@@ -266,7 +282,7 @@ class VLLMServer:
         try:
             return await self._endpoint.post(path, body, again=again, patience=patience, plain=plain)
         except EndpointError as error:
-            if why := self._ended():
+            if why := self.ended():
                 raise EndpointError(
                     f"{ROLE} ({self._endpoint.url}): the vLLM server of this run: {why}", ROLE, None
                 ) from error

@@ -18,7 +18,7 @@ from posttrain.core.errors import EngineError
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.hot_load import BASE, check_served
-from posttrain.engine.vllm.launch import PARENT
+from posttrain.engine.vllm.launch import FOLDER, PARENT
 from posttrain.engine.vllm.start import START, arguments, describe, memory_folder
 
 ROLE = "the rollout engine (a vLLM server of this run)"
@@ -65,8 +65,9 @@ class Spawned:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | {PARENT: str(os.getpid())},
+                env=os.environ | {PARENT: str(os.getpid()), FOLDER: self._folder.name},
             )
+        self._why = ""
         atexit.register(self.close)
         try:
             self._wait()
@@ -76,9 +77,11 @@ class Spawned:
             raise
 
     def ended(self) -> str:
-        """Why the server has ended, with the end of its log; '' while it runs."""
-        code = self._process.poll()
-        return "" if code is None else f"it has ended with exit code {code}. Its last words:\n{self._log()}"
+        """Why the server has ended, with the end of its log; '' while it runs. What it left is removed."""
+        if not self._why and (code := self._process.poll()) is not None:
+            self._why = f"it has ended with exit code {code}. Its last words:\n{self._log()}"
+            self.close()
+        return self._why
 
     def close(self) -> None:
         """End the process group and remove the folder. A second call does nothing."""

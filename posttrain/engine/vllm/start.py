@@ -27,6 +27,12 @@ START = 600.0
 """Seconds vLLM may take to start."""
 
 
+def whole_prompts() -> bool:
+    """Whether vLLM must compute each prompt in one pass. Where a pass ends inside of a prompt, vLLM 0.32 takes back a
+    draw of the request's generator, and those of a CPU cannot do that: the engine would end."""
+    return not (torch.cuda.is_available() or torch.xpu.is_available())
+
+
 def limits(policy: Policy) -> Capabilities:
     """The sizes and abilities of a vLLM engine in this process for a policy."""
     return Capabilities(read_out(policy.module).weight.shape[0], policy.context, eos(policy), sequences=True)
@@ -89,6 +95,7 @@ def build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
             "max_logprobs": -1,
             "worker_extension_cls": EXTENSION,
             "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+            **({"enable_chunked_prefill": False} if whole_prompts() else {}),
         }
         return LLMEngine.from_engine_args(EngineArgs(**chosen, **contract))
 

@@ -1,4 +1,4 @@
-"""New weights for vLLM in this process, while no turn runs: whole tensors, or the files of an adapter."""
+"""New weights for vLLM in this process, while no step runs: whole tensors, or the files of an adapter."""
 
 from __future__ import annotations
 
@@ -33,9 +33,13 @@ class Updates:
         if hot is not None:
             hot.refuse(self._ask("posttrain_places", list(hot.shapes))["missing"])
 
-    def load(self, version: int, given: list[tuple[str, Tensor]]) -> str:
+    def load(self, version: int, given: list[tuple[str, Tensor]], *, running: bool = False) -> str:
         """Serve these tensors as `version`; returns the fingerprint of what is then served. EngineError where that is
-        something else than was sent."""
+        something else than was sent.
+
+        Args:
+            running: turns stand still meanwhile. Afterwards they compute their keys and values again.
+        """
         engine, hot = self._engine, self._hot
         if hot is None:
             engine.collective_rpc("start_weight_update")
@@ -44,7 +48,7 @@ class Updates:
             self._counters.pushed(sum(t.nbytes for _, t in given))
         else:
             self._load_adapter(version, hot, given)
-        if not engine.reset_prefix_cache():
+        if not engine.reset_prefix_cache(reset_running_requests=running):
             raise EngineError("its prefix cache could not be emptied")
         engine.set_weight_version(str(version))
         served = self._ask("posttrain_digests", (hot or self._expected).wanted())["digests"]

@@ -7,7 +7,7 @@ broken. So there are three cases:
 - The worker crashed or ran out of memory. The request is tried again in a fresh worker. If it fails twice, the
   candidate is to blame if the verifier still answers.
 - The request exceeded its wall-clock time (a lock, a network, an overloaded machine), or the worker did not start. The
-  verdict is `failed`, and the rollout asks again.
+  verdict is `failed`, and the rollout asks again. The same holds where two workers on other machines were lost with it.
 
 A verifier *still answers* if a fresh worker answers the last request that had an answer. If the verifier never answered
 or no longer does, that is an outage: the verdict is `failed` and never a wrong answer, whatever the text was.
@@ -22,19 +22,37 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.verdict import State, Verdict
-from posttrain.verifier.workers.process import Spec, WorkerError, WorkerProcess, packed
+from posttrain.verifier.workers.process import BeginWorker, Spec, Worker, WorkerError, WorkerProcess, packed
 
 RETRY_SECONDS = 1.0
 """Seconds after a failed start in which requests get that failure. Then a new start is tried."""
-KINDS = {"cpu": "timeout", "wall": "timeout", "memory": "memory", "crash": "crash", "start": "worker"}
+KINDS = {
+    "cpu": "timeout",
+    "wall": "timeout",
+    "memory": "memory",
+    "crash": "crash",
+    "start": "worker",
+    "lost": "worker",
+}
 """How a worker ended -> the kind of verdict."""
+
+
+_begin: list[BeginWorker] = [WorkerProcess]
+"""How workers are begun now: the last one."""
+
+
+def begin_workers(begin: BeginWorker) -> Callable[[], None]:
+    """From now on the pools of this program begin their workers so. Those that they have are replaced before they are
+    asked again. Returns what ends it."""
+    _begin.append(begin)
+    return lambda: _begin.remove(begin) if begin in _begin else None
 
 
 @dataclass(frozen=True)
@@ -77,7 +95,8 @@ class _PoolState:
     calls: deque[_Call] = field(default_factory=deque[_Call])
     threads: int = 0
     idle: int = 0
-    workers: set[WorkerProcess] = field(default_factory=set[WorkerProcess])
+    workers: dict[Worker, BeginWorker] = field(default_factory=dict[Worker, BeginWorker])
+    """All of now, and how each was begun."""
     witness: bytes | None = None
     failed_start: tuple[float, WorkerError] | None = None
     closed: bool = False
@@ -152,9 +171,9 @@ class WorkerPool:
         return {f"verifier/{self.name}/{name}": Gauge(*entry) for name, entry in taken.items()}
 
     def processes(self) -> tuple[int, ...]:
-        """Ids of the current processes: for each worker its guardian and, once it is ready, its answering process."""
+        """Ids of the current processes of each worker."""
         with self._shared.lock:
-            return tuple(p for w in self._shared.workers for p in (w.process.pid, w.pid) if p is not None)
+            return tuple(p for w in self._shared.workers for p in w.processes)
 
     def close(self) -> None:
         """Kill every worker. This also happens when the pool is garbage-collected and when the program ends."""
@@ -163,7 +182,7 @@ class WorkerPool:
 
 def _serve(s: _PoolState) -> None:
     """The loop of a thread with one worker: take a request, answer it, and keep the worker as long as it works."""
-    held: list[WorkerProcess] = []
+    held: list[Worker] = []
     try:
         while (call := _next(s)) is not None:
             if not call.future.set_running_or_notify_cancel():
@@ -197,13 +216,13 @@ def _failed(kind: str, why: str) -> WorkerAnswer:
     return WorkerAnswer((Verdict.failed(kind, why),))
 
 
-def _answer(s: _PoolState, held: list[WorkerProcess], request: bytes) -> WorkerAnswer:
+def _answer(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
     """Ask, ask again if that can help, and decide who is to blame for a missing answer."""
     try:
         return _ask(s, held, request)
     except WorkerError as error:
         fault = error
-    if fault.kind in ("crash", "memory"):
+    if fault.kind in ("crash", "memory", "lost"):
         try:
             return _ask(s, held, request)
         except WorkerError as error:
@@ -211,7 +230,7 @@ def _answer(s: _PoolState, held: list[WorkerProcess], request: bytes) -> WorkerA
     if s.closed:
         return _failed("worker", "the pool was closed")
     kind = KINDS[fault.kind]
-    if fault.kind in ("start", "wall"):
+    if fault.kind in ("start", "wall", "lost"):
         return _failed(kind, fault.why)
     if s.witness is None:
         return _failed(kind, f"{fault.why}, and the verifier has not answered anything yet")
@@ -223,8 +242,11 @@ def _answer(s: _PoolState, held: list[WorkerProcess], request: bytes) -> WorkerA
     return _failed(kind, f"{fault.why}, and the verifier no longer answers what it answered before")
 
 
-def _ask(s: _PoolState, held: list[WorkerProcess], request: bytes) -> WorkerAnswer:
-    """One request to this thread's worker. The worker is started if there is none, and dropped if it has ended."""
+def _ask(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
+    """One request to this thread's worker. The worker is started if there is none, and dropped if it has ended or
+    workers are begun in another way now."""
+    if held and s.workers.get(held[0]) is not _begin[-1]:
+        _drop(s, held)
     if not held:
         _start(s, held)
     try:
@@ -238,14 +260,14 @@ def _ask(s: _PoolState, held: list[WorkerProcess], request: bytes) -> WorkerAnsw
     return answer
 
 
-def _start(s: _PoolState, held: list[WorkerProcess]) -> None:
+def _start(s: _PoolState, held: list[Worker]) -> None:
     if s.closed:
         raise WorkerError("start", "the pool was closed")
     if s.failed_start is not None and time.monotonic() - s.failed_start[0] < RETRY_SECONDS:
         raise s.failed_start[1]
-    began = time.monotonic()
+    began, begin = time.monotonic(), _begin[-1]
     try:
-        worker = WorkerProcess(s.spec)
+        worker = begin(s.spec)
     except WorkerError as error:
         if not error.killed:  # else the next one may well start
             s.failed_start = (time.monotonic(), error)
@@ -255,18 +277,18 @@ def _start(s: _PoolState, held: list[WorkerProcess]) -> None:
     s.count("start_s", time.monotonic() - began)
     held.append(worker)
     with s.lock:
-        s.workers.add(worker)
+        s.workers[worker] = begin
         late = s.closed
     if late:
         _drop(s, held)
         raise WorkerError("start", "the pool was closed")
 
 
-def _drop(s: _PoolState, held: list[WorkerProcess]) -> None:
+def _drop(s: _PoolState, held: list[Worker]) -> None:
     worker = held.pop()
     worker.kill()
     with s.lock:
-        s.workers.discard(worker)
+        s.workers.pop(worker, None)
 
 
 def _understood(reply: dict[str, Any]) -> WorkerAnswer:

@@ -14,9 +14,9 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 PASSED = (
     "PATH",
@@ -70,7 +70,8 @@ class Spec:
 
 
 class WorkerError(Exception):
-    """A worker did not answer. `kind` is the reason: start, wall, cpu, memory or crash. `killed`: by SIGKILL."""
+    """A worker did not answer. `kind` is the reason: start, wall, cpu, memory, crash, or lost for one on another
+    machine that is gone. `killed`: by SIGKILL."""
 
     def __init__(self, kind: str, why: str, killed: bool = False) -> None:
         super().__init__(why)
@@ -81,6 +82,34 @@ class WorkerError(Exception):
 
 class EndedError(WorkerError):
     """The answering process ended. The guardian is starting a new one."""
+
+
+class Worker(Protocol):
+    """What answers requests for a pool, one at a time."""
+
+    usable: bool
+    """Whether it can be asked again."""
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Ids of its processes, on its machine."""
+        ...
+
+    def ask(self, request: bytes) -> dict[str, Any]:
+        """The reply to a pickled request. Raises WorkerError where there is none."""
+        ...
+
+    def end(self) -> None:
+        """Kill it. A caller that waits for an answer gets a WorkerError. Any thread may call this."""
+        ...
+
+    def kill(self) -> None:
+        """`end`, then free what it held here."""
+        ...
+
+
+BeginWorker = Callable[[Spec], Worker]
+"""Begins a worker. Raises WorkerError where it does not start."""
 
 
 class WorkerProcess:
@@ -113,6 +142,11 @@ class WorkerProcess:
         except BaseException:
             self.kill()
             raise
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The guardian and, once it is ready, the answering process."""
+        return tuple(p for p in (self.process.pid, self.pid) if p is not None)
 
     def ask(self, request: bytes) -> dict[str, Any]:
         """The reply to a pickled request. The answering process first says that it has taken the request. If one ends

@@ -1,0 +1,103 @@
+"""A worker on some machine of a Ray cluster. Its actor holds a `process.WorkerProcess` there, so what a request may
+use, and who is to blame for a missing answer, are the same as on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from posttrain.verifier.workers.process import EndedError, Spec, WorkerError, WorkerProcess
+
+PLACE_SECONDS = 120.0
+"""Seconds that the cluster may take to begin an actor, or to carry a request and its reply."""
+Told = tuple[dict[str, Any] | None, tuple[type[WorkerError], str, str, bool] | None, bool, tuple[int, ...]]
+"""What an actor answers: the reply, or the error that its worker raised; whether the worker can be asked again; and the
+ids of the processes there."""
+
+
+class WorkerActor:
+    """Runs in the actor. WorkerErrors are returned, so that Ray's own errors always mean that the actor is lost."""
+
+    def __init__(self) -> None:
+        self._worker: WorkerProcess | None = None
+
+    def start(self, spec: Spec) -> Told:
+        try:
+            self._worker = WorkerProcess(spec)
+        except WorkerError as error:
+            return None, _parts(error), False, (os.getpid(),)
+        return {}, None, True, (os.getpid(), *self._worker.processes)
+
+    def ask(self, request: bytes) -> Told:
+        worker = self._worker
+        assert worker is not None
+        try:
+            reply, error = worker.ask(request), None
+        except WorkerError as raised:
+            reply, error = None, _parts(raised)
+        return reply, error, worker.usable, (os.getpid(), *worker.processes)
+
+
+class RayWorker:
+    """`process.Worker` over an actor, which must be connected to a cluster already.
+
+    Raises:
+        WorkerError: it did not start.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        import ray
+
+        self.usable, self.processes, self._ray = True, tuple[int, ...](), ray
+        self._seconds = spec.start + spec.wall + PLACE_SECONDS
+        how: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0}
+        self._actor: Any = ray.remote(WorkerActor).options(**how).remote()
+        try:
+            self._answer(self._actor.start.remote(spec))
+        except WorkerError as error:
+            self.kill()
+            raise WorkerError("start", error.why, error.killed) from None
+
+    def ask(self, request: bytes) -> dict[str, Any]:
+        """The reply to a pickled request.
+
+        Raises:
+            WorkerError: as of `WorkerProcess.ask`. Kind `lost`: the actor, or its machine, is gone.
+        """
+        try:
+            reply = self._answer(self._actor.ask.remote(request))
+        except BaseException:
+            if not self.usable:
+                self.kill()
+            raise
+        return reply
+
+    def end(self) -> None:
+        self.usable = False
+        with contextlib.suppress(Exception):
+            self._ray.kill(self._actor, no_restart=True)
+
+    def kill(self) -> None:
+        self.end()
+
+    def _answer(self, ref: Any) -> dict[str, Any]:
+        try:
+            reply, error, usable, self.processes = self._ray.get(ref, timeout=self._seconds)
+        except self._ray.exceptions.GetTimeoutError:
+            self.usable = False
+            raise WorkerError("lost", f"its actor on Ray gave no answer in {self._seconds:g} s") from None
+        except Exception as error:  # of Ray: the actor, its machine or the connection is gone
+            self.usable = False
+            why = str(error).strip().partition("\n")[0]
+            raise WorkerError("lost", f"its actor on Ray is lost: {why}", killed=True) from None
+        self.usable = self.usable and usable
+        if error is not None:
+            kind, *given = error
+            raise kind(*given)
+        return reply
+
+
+def _parts(error: WorkerError) -> tuple[type[WorkerError], str, str, bool]:
+    """What it is made of. Exceptions with several arguments cannot be pickled as they are."""
+    return EndedError if isinstance(error, EndedError) else WorkerError, error.kind, error.why, error.killed
