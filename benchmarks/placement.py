@@ -6,8 +6,8 @@ steps, in one run.
 
 A step is 32 prompts x 8 answers of one turn, `staleness=1`, so the engine says the answers of the next step while the
 learner computes. Ask and learn are what each of the two processes computed, measured while the other worked: the
-engine's forward passes and draws, and the learner's step without its wait for answers. With both at work all the time a
-step takes max(ask, learn). With `placement.cores=1` the engine keeps to the last core, and the learner to the first.
+engine's forward passes and draws, and the learner's processor time, which has the answers that it takes apart and
+judges (its clock counts them as `rollout`). With both at work all the time a step takes max(ask, learn). With `placement.cores=1` the engine keeps to the last core, and the learner to the first.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def side(name: str, quick: bool) -> dict[str, float]:
         siblings=8,
         steps=6 if quick else 14,
         staleness=1,
+        epochs=3,  # so that asking and learning take about equally long
         eval_every=0,
         checkpoint_every=0,
     )
@@ -79,25 +80,24 @@ def side(name: str, quick: bool) -> dict[str, float]:
         out = Path(folder) / "run"
         steps = _times(lambda: main.run(run, out=out, quiet=True))
         rows = [s for s in reader.steps(out) if s.stage == "rl"][WARM:-1]
-    wall = (steps[-2] - steps[WARM - 1]) / len(rows)
+    wall, cpu = ((b - a) / len(rows) for a, b in zip(steps[WARM - 1], steps[-2], strict=True))
     ask = sum(s.clock.get("engine/step", 0.0) for s in rows) / len(rows)  # reports may come a step late
-    waits = statistics.mean(s.clock["rollout"] for s in rows)
-    found = {"step": wall, "ask": ask, "learn": wall - (waits if two else ask)}
+    found = {"step": wall, "ask": ask, "learn": wall - ask}
     if two:
         idle = statistics.mean(s.clock["engine/idle"] for s in rows)
         pushes = statistics.mean(s.clock["sync"] for s in rows)
-        found |= {"engine idle": idle, "learner idle": waits / wall, "push": pushes}
+        found |= {"learn": cpu, "engine idle": idle, "learner idle": max(0.0, 1 - cpu / wall), "push": pushes}
     return found
 
 
-def _times(play: Callable[[], object]) -> list[float]:
-    """When each step of a run was written down."""
+def _times(play: Callable[[], object]) -> list[tuple[float, float]]:
+    """When each step of a run was written down, and the processor time of this process until then."""
     from posttrain.controller.parts import RunParts
 
-    tell, seen = RunParts.tell, list[float]()
+    tell, seen = RunParts.tell, list[tuple[float, float]]()
 
     def told(self: RunParts, step: Step) -> None:
-        seen.append(time.perf_counter())
+        seen.append((time.perf_counter(), time.process_time()))
         tell(self, step)
 
     RunParts.tell = told  # type: ignore[method-assign]
