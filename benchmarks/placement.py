@@ -7,7 +7,8 @@ steps, in one run.
 A step is 32 prompts x 8 answers of one turn, `staleness=1`, so the engine says the answers of the next step while the
 learner computes. Ask and learn are what each of the two processes computed, measured while the other worked: the
 engine's forward passes and draws, and the learner's processor time, which has the answers that it takes apart and
-judges (its clock counts them as `rollout`). With both at work all the time a step takes max(ask, learn). With `placement.cores=1` the engine keeps to the last core, and the learner to the first.
+judges (its clock counts them as `rollout`). With both at work all the time a step takes max(ask, learn). With
+`placement.cores=1` the engine keeps to the last core, and the learner to the first.
 """
 
 from __future__ import annotations
