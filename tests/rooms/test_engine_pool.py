@@ -114,7 +114,7 @@ class SlowReceiver(ParcelReceiver):
     """Weights that need longer than an engine may be silent."""
 
     def read(self, parcel: Parcel) -> Iterator[tuple[str, torch.Tensor]]:
-        time.sleep(4.0)
+        time.sleep(3.0)
         return super().read(parcel)
 
 

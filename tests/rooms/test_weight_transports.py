@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.errors import RunFolderError
+from posttrain.core.placement import Local, Processes
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.parcel import collective
 from posttrain.engine.parcel.carrier import Carrier
@@ -35,6 +36,9 @@ from posttrain.engine.parcel.sender import ParcelSender, this_process
 from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.parcel.shared_folder import FolderCarrier
 from posttrain.faults import planted
+from tests.killing import DEATHS, MARKS, MidBroadcastParts
+from tests.late import nothing_lost_or_doubled
+from tests.laws.test_placement import placed, played
 from tests.rooms.parcel_parts import numbered, take_part
 
 pytestmark = pytest.mark.prove
@@ -317,3 +321,18 @@ def test_weights_that_do_not_come_by_broadcast_name_both_sides_and_the_tensor(
     assert (found.peer, found.version, found.tensor) == (this_process(), 1, lacks)
     assert str(found).count(this_process()) == 2 and "placement.transport" in str(found)
     sender.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_weights_by_broadcast_change_no_bit_though_engines_die_in_it(
+    staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As deltas in the asynchronous run: an engine that was started anew then gets the version whole."""
+    local = played(placed(Local(), staleness), tmp_path / "local")
+    (marks := tmp_path / "marks").mkdir()
+    monkeypatch.setenv(MARKS, str(marks))
+    monkeypatch.setattr("posttrain.api.placed.EngineParts", MidBroadcastParts)
+    how = Processes(engines=2, transport="collective", delta=staleness > 0, deaths=DEATHS + 1)
+    assert played(placed(how, staleness), tmp_path / "placed") == local
+    assert len(os.listdir(marks)) == DEATHS, "so many died in a broadcast"
+    nothing_lost_or_doubled(tmp_path / "placed", placed(how, staleness))
