@@ -4,7 +4,11 @@ hold."""
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ import torch
 
 from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError, EngineError
+from posttrain.core.machine import is_linux
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop
@@ -179,6 +184,42 @@ def test_a_server_is_started_with_what_is_needed() -> None:
     assert ("--no-enable-chunked-prefill" in made) == (not torch.cuda.is_available()), "CPUs cannot take back a draw"
     with pytest.raises(ConfigError, match="leave it out"):
         arguments(["--logprobs-mode=raw_logprobs"])
+
+
+HANGS = """
+import os, signal, time
+from posttrain.engine.vllm import launch
+launch.GRACE = 0.2
+with launch.ending_with_parent():
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    print(os.getpid(), flush=True)
+    while True:
+        time.sleep(1)
+"""
+"""A server that does not end by the signal."""
+STARTS = """
+import os, subprocess, sys
+from posttrain.engine.vllm.launch import FOLDER, PARENT
+told = {PARENT: str(os.getpid()), FOLDER: sys.argv[2]}
+subprocess.run([sys.executable, "-c", sys.argv[1]], env=os.environ | told, start_new_session=True)
+"""
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(not is_linux(), reason="elsewhere nobody tells a process that its parent has ended")
+def test_a_server_that_hangs_ends_after_its_run_and_its_folder_goes(tmp_path: Path) -> None:
+    (folder := tmp_path / "folder").mkdir()
+    run = subprocess.Popen([sys.executable, "-c", STARTS, HANGS, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    server = int(run.stdout.readline())
+    assert folder.exists()
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    until = time.monotonic() + 30
+    while Path(f"/proc/{server}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{server}").exists() and not folder.exists()
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:

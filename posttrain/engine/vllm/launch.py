@@ -14,6 +14,8 @@ import os
 import shutil
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from posttrain.core.errors import ConfigError
@@ -36,6 +38,8 @@ NEEDED: dict[str, str | None] = {
     "--enable-prompt-tokens-details": None,
 }
 """Arguments of vLLM's server without which posttrain refuses it."""
+GRACE = 10.0
+"""Seconds that a server has to end by itself after the run that started it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -63,6 +67,7 @@ def ending_with_parent() -> Iterator[None]:
         return
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    threading.Thread(target=_end_after, args=(int(parent), folder), daemon=True).start()
     try:
         if os.getppid() != int(parent):
             raise SystemExit("the run that started this server has ended")
@@ -70,6 +75,19 @@ def ending_with_parent() -> Iterator[None]:
     finally:
         if folder is not None and os.getppid() != int(parent):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_after(parent: int, folder: str | None) -> None:
+    """Runs in a thread: end this process and those that it began where the signal was not enough. vLLM 0.32 that gets
+    one while it starts can wait for its engine for ever."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(GRACE)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
