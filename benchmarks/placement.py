@@ -40,6 +40,7 @@ def side(name: str, quick: bool) -> dict[str, float]:
     """Seconds a step of one side; called in a process of its own."""
     from posttrain.api import main
     from posttrain.core import reader
+    from posttrain.core.engines import Embedded
     from posttrain.core.ladder import DR_GRPO
     from posttrain.core.placement import Local, Processes
     from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run
@@ -67,6 +68,7 @@ def side(name: str, quick: bool) -> dict[str, float]:
         stages=(rl,),
         evaluation=Evaluation(samples=1, greedy=False),
         slots=256,
+        engine=Embedded(update="inflight"),  # new weights do not wait for the answers of the next step
         threads=threads,
         record_episodes=False,
         placement=Processes(cores=1) if two else Local(),

@@ -23,7 +23,7 @@ from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.api.target import open_policy
 from posttrain.checks.watch import observers, of_run
-from posttrain.controller.parts import RunParts, StageSetting, nothing_is_kept, nothing_waits
+from posttrain.controller.parts import RunParts, StageSetting, nothing_is_kept, turns_reach
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.book import Book
@@ -383,7 +383,7 @@ def make_parts(
         watch=of_run(),
         trackers=trackers,
         close=close,
-        idle=roles.engine.idle if isinstance(roles.engine, EmbeddedEngine) else nothing_waits,
+        idle=roles.engine.idle if isinstance(roles.engine, EmbeddedEngine) else turns_reach,
         sleep=sleepers.add(roles.engine),
         forget=roles.engine.forget if isinstance(roles.engine, EmbeddedEngine) else nothing_is_kept,
     )

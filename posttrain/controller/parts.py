@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,8 +29,20 @@ def nothing_is_kept() -> None:
     """What an engine elsewhere caches is in no record."""
 
 
+ROUNDS = 16
+"""Rounds of the event loop in which a group that was asked reaches its engine: its task, those of its siblings, their
+turns."""
+
+
 async def nothing_waits() -> None:
-    """What an engine elsewhere does needs nothing from this process."""
+    """Nobody waits."""
+
+
+async def turns_reach() -> None:
+    """Turns that were asked of an engine elsewhere reach it. Then it needs nothing from this process, and the learner
+    may compute, which keeps from beginning what has not begun."""
+    for _ in range(ROUNDS):
+        await asyncio.sleep(0)
 
 
 @dataclass(frozen=True)
@@ -95,7 +108,7 @@ class RunParts:
     close: Callable[[], None] = lambda: None
     """Stops the engine and frees its threads, processes and memory."""
     idle: Callable[[], Awaitable[None]] = nothing_waits
-    """Waits until an engine that computes in this process has nothing to say now."""
+    """Waits until an engine that computes in this process has nothing to say now, or one elsewhere has its turns."""
     forget: Callable[[], None] = nothing_is_kept
     """Empties the prefix cache of an engine in this process."""
     sleep: Callable[[], None] = nothing_is_kept

@@ -7,6 +7,7 @@ from posttrain.diagnose.engine_gauges import ENGINE
 from posttrain.diagnose.evaluation_gauges import EVALUATION
 from posttrain.diagnose.gauge_definition import Definition as Definition
 from posttrain.diagnose.implicit_gauges import IMPLICIT
+from posttrain.diagnose.value_gauges import VALUES
 
 REGISTRY: dict[str, Definition] = {
     "rollout/reward": Definition(
@@ -381,17 +382,7 @@ REGISTRY: dict[str, Definition] = {
     "mismatch/kl": Definition(
         "k3 distance of the sampler from the start of the step, mean over tokens", "nats", "the dtype's noise squared"
     ),
-    "value/loss": Definition("clipped squared error of the value, mean over tokens", "reward^2", "falls"),
-    "value/return": Definition(
-        "target of the value (GAE credit + old value), mean over tokens", "reward", "follows credit/shaped"
-    ),
-    "value/return_square": Definition("its square; with value/return gives Var(return)", "reward^2", "no band"),
-    "value/residual": Definition("return - value, mean over tokens", "reward", "near 0"),
-    "value/residual_square": Definition(
-        "its square; explained variance = 1 - Var(residual) / Var(return)",
-        "reward^2",
-        "below Var(return): the value explains something",
-    ),
+    **VALUES,
     "correction/raw": Definition("start / mu before truncation, mean over tokens", "1", "near 1"),
     "correction/used": Definition("what multiplies the push, mean over tokens", "1", "near 1"),
     "correction/used_square": Definition(

@@ -211,8 +211,9 @@ class GroupQueue:
     versions: deque[int]
     """Of the learner, at the beginning of the last steps. As many as its deque has room for."""
     idle: Callable[[], Awaitable[None]]
-    """Waits until an engine that computes in this process has nothing to say now; where turns are paused it does not
-    wait, and they stop because the learner computes in the same thread."""
+    """Waits until an engine that computes in this process has nothing to say now, or one elsewhere has the turns that
+    were asked; where turns are paused it does not wait, and they stop because the learner computes in the same
+    thread."""
     cursor: int = 0
     _waiting: deque[AskedGroup] = field(default_factory=deque[AskedGroup])
     _taken: int = 0

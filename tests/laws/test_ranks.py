@@ -140,7 +140,7 @@ def test_the_program_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
         [*command, str(program)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    said = sorted(re.findall(r"rank (\d): loss ([\d.]+), version 5, (\d+) of its (\d+) numbers", done.stdout))
+    said = sorted(re.findall(r"rank (\d): loss ([\d.]+), version 5, (\d+) of (\d+) numbers", done.stdout))
     (first, loss, own, whole), (second, as_there, other, _) = said
     assert (first, second, as_there) == ("0", "1", loss) and 0 < float(loss) < 3
     assert 0.4 < int(own) / int(whole) < 0.6 and 0.4 < int(other) / int(whole) < 0.6

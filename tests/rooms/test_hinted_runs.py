@@ -25,6 +25,7 @@ from posttrain.role.weights import restore, snapshot
 from tests.prove.test_kill_sweep import digest
 from tests.tiny import tiny_parts, tiny_run
 
+LONG = pytest.mark.prove
 HINTED = [n for n, f in FAULTS.items() if f.twin.__module__ == "posttrain.faults.hints"]
 
 
@@ -46,10 +47,15 @@ LIVE = patch(SDPO, "sdpo_now", "2601.20802", hint=Hint())
     "algorithm",
     [
         SDPO,
-        LIVE,
-        SDFT,
-        patch(OPD, "opsd", "-", hint=Hint(of="answer")),
-        patch(SDFT, "live", "-", hint=Hint(of="answer")),
+        *(
+            pytest.param(a, marks=LONG)
+            for a in (
+                LIVE,
+                SDFT,
+                patch(OPD, "opsd", "-", hint=Hint(of="answer")),
+                patch(SDFT, "live", "-", hint=Hint(of="answer")),
+            )
+        ),
     ],
     ids=lambda a: a.name,
 )
@@ -71,6 +77,7 @@ def test_runs_learn_from_a_teacher_with_a_hint(algorithm: Algorithm, tmp_path: P
     assert all(s.gauges["canary/teacher_gap"].mean < 1e-3 for s in steps)
 
 
+@LONG
 @pytest.mark.parametrize("name", HINTED)
 def test_the_checks_find_what_goes_wrong_with_hints(name: str, tmp_path: Path) -> None:
     a = LIVE if "algorithm=sdpo" in FAULTS[name].shows else replace(SDFT, hint=Hint(of="answer"))
@@ -78,6 +85,7 @@ def test_the_checks_find_what_goes_wrong_with_hints(name: str, tmp_path: Path) -
         posttrain.run(run(a), f"fault={name}", out=tmp_path / "run", quiet=True, allow_fault=True)
 
 
+@LONG
 @pytest.mark.parametrize(("algorithm", "staleness"), [(SDPO, 0), (LIVE, 1)], ids=["average", "asked_ahead"])
 def test_a_resumed_run_is_the_same(algorithm: Algorithm, staleness: int, tmp_path: Path) -> None:
     """The average comes back with the optimizer, and groups that were asked ahead with what their answers said."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from run_parts import SMALL, mine, model_at, moved, play
 import posttrain
 from posttrain.api import main
 from posttrain.controller.interrupt import Interrupted
+from posttrain.controller.stages import reinforce
 from posttrain.controller.stages.reinforce import ReinforceDriver
 from posttrain.core import reader, record
 from posttrain.core.asker import DEADLY
@@ -21,11 +24,13 @@ from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
 from posttrain.core.placement import Local, Processes
 from posttrain.core.types import Segment
+from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.faults import FAULTS
 from tests import faulty
 from tests.killing import DEATHS, MARKS, POISON, DeadlyParts, MidBroadcastParts
 from tests.late import nothing_lost_or_doubled
 from tests.laws.test_placement import outcome, placed, played
+from tests.tiny import tiny_run
 
 pytestmark = pytest.mark.prove
 TINY = ("sft.steps=4", "sft.batch=8", "rl.steps=3", "rl.prompts=4", "rl.siblings=3", "rl.eval_every=0", "env.heldout=4")
@@ -81,6 +86,31 @@ def test_weights_by_broadcast_change_no_bit_though_engines_die_in_it(
     assert played(placed(how, staleness), tmp_path / "placed") == local
     assert len(os.listdir(marks)) == DEATHS, "so many died in a broadcast"
     nothing_lost_or_doubled(tmp_path / "placed", placed(how, staleness))
+
+
+def test_engines_have_what_is_asked_ahead_before_the_learner_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where all groups of a step have ended before it begins, so that nothing of it is waited for."""
+    pools, seen, begin, step = list[EnginePool](), list[tuple[int, int]](), EnginePool.__init__, reinforce.learn
+
+    def watched(self: EnginePool, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        pools.append(self)
+
+    async def slow(roles: Any, e: Experience) -> Step:
+        seen.append(
+            (sum(not a.group.done() for a in roles.groups._waiting), sum(len(x.turns) for x in pools[-1].engines))
+        )
+        time.sleep(0.5)  # as a learner that computes: the engine is ready long before
+        return await step(roles, e)
+
+    monkeypatch.setattr(EnginePool, "__init__", watched)
+    monkeypatch.setattr(reinforce, "learn", slow)
+    run = tiny_run(steps=6, staleness=1, checkpoint_every=0)
+    main.run(replace(run, placement=Processes()), out=tmp_path / "run", quiet=True)
+    assert len(seen) == 6 and any(groups for groups, _ in seen)
+    assert all(turns for groups, turns in seen if groups), f"(groups asked ahead, turns that engines have): {seen}"
 
 
 def test_a_task_that_kills_engines_ends_on_the_dead_letter_list(

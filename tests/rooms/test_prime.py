@@ -49,6 +49,7 @@ def loud(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.prove
 def test_without_beta_a_run_is_the_one_without_the_model(loud: Path, tmp_path: Path) -> None:
     """beta = 0 trains the same weights as leave-one-out of the outcome, bit for bit; another beta does not."""
     for name, a in (("silent", SILENT), ("plain", PLAIN)):
@@ -91,6 +92,7 @@ def test_a_run_is_made_longer(loud: Path, tmp_path: Path) -> None:
     assert len(losses) == 4 and losses[3] != pytest.approx(np.log(2), abs=1e-6)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("words", [("model.lora.rank=2",), ("model.dtype=bfloat16",)], ids=" ".join)
 def test_other_learners(words: tuple[str, ...], tmp_path: Path) -> None:
     """With an adapter phi has an adapter of its own; in another dtype the checks allow its rounding."""
