@@ -44,9 +44,10 @@ test-vllm: $(VLLM_VENV)/vllm.stamp
 test-vllm-servers: $(VLLM_VENV)/vllm.stamp
 	$(ON_VLLM) $(addprefix tests/conformance/test_,server_life.py server_url.py vllm_adapters.py vllm_placed.py)
 
-# A run that asks a step ahead, on vLLM in process and as a server; `make test` plays it on the embedded engine.
+# A run that asks a step ahead, on vLLM in process and as a server; `make test` plays it on the embedded engine. And a
+# server among the engines of a run that is killed and replaced.
 test-vllm-ahead: $(VLLM_VENV)/vllm.stamp
-	$(ON_VLLM) tests/conformance/test_asked_ahead.py
+	$(ON_VLLM) tests/conformance/test_asked_ahead.py tests/conformance/test_vllm_replaced.py
 
 vllm: $(VLLM_VENV)/vllm.stamp
 

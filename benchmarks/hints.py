@@ -15,8 +15,8 @@ Written down before any run (no pilot):
 3. `told`: `sdpo` ends above its start, and below `sdft`: some groups have no right answer, and its hints are longer.
 4. `told`: `dr_grpo` ends highest.
 
-`sdpo` and `opsd` had teachers with the weights of now when this was written. Both lost everything (LOG.md), and `sdpo`
-has the authors' moving average since; what it was is `sdpo_now`.
+`sdpo` and `opsd` had teachers with the weights of now when this was written. Both lost what there was (LOG.md), and
+`sdpo` has the authors' moving average since; what it was is `sdpo_now`.
 """
 
 from __future__ import annotations

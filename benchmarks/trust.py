@@ -451,9 +451,9 @@ def page(data: dict[str, Any]) -> str:
         (
             f"{len(caught)} real bugs, collected from the issue trackers of other frameworks, can be planted into the"
             f" real code path, each as one replaced function. {len(found)} of them"
-            f" ({100 * len(found) / len(caught):.1f}%) are caught within {STEPS} steps of a tiny run,"
-            f" {before} before its first step; the median step is"
-            f" {sorted(c['step'] for c in found)[len(found) // 2]}. {len(runs) - len(tripped)} of {len(runs)} healthy"
+            f" ({100 * len(found) / len(caught):.1f}%) are caught within {STEPS} steps of a tiny run, {before} before"
+            f" its first step; the median step is {sorted(c['step'] for c in found)[len(found) // 2]}."
+            f" {len(runs) - len(tripped)} of {len(runs)} healthy"
             " runs trip nothing."
         ),
         "",

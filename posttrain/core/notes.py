@@ -190,8 +190,8 @@ NOTES: dict[str, str] = {
     ),
     "sdpo": (
         "the authors' defaults; the teacher is what optimizer.ema=0.95 keeps. With the weights of now instead it lost "
-        "all in our runs. The 100 tokens are the teacher's, theirs the policy's; their ratio pi/mu, capped at 2, is 1 "
-        "with one update a batch and left out here. Feedback of the environment is no hint here"
+        "all in two runs of ours. The 100 tokens are the teacher's, theirs the policy's; their ratio pi/mu, capped at "
+        "2, is 1 with one update a batch and left out here. Feedback of the environment is no hint here"
     ),
     "sdft": (
         "TRL's defaults: the teacher is the policy as the stage began, 100 tokens, here with all others as one. "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from posttrain.core.asks import values
 from posttrain.core.book import AMENDED, Book
 from posttrain.core.checkpoint import find, scan
 from posttrain.core.errors import ConfigError
+from posttrain.core.placement import Processes, Ray
 from posttrain.recipe.recipes import RECIPES
 
 pytestmark = pytest.mark.prove
@@ -91,7 +93,7 @@ def test_a_kill_while_a_run_is_reopened_loses_nothing(copy: Path, after: str, mo
     assert [s.steps for s in done.stages] == [2, 7]
 
 
-REFUSALS = {
+REFUSALS: dict[tuple[str, ...], str] = {
     ("rl.steps=3",): "4 steps are taken already",
     ("sft.steps=9",): "sft is over, and a later stage has begun",
     (
@@ -123,7 +125,9 @@ def test_a_target_that_ended_a_run_has_to_change_too(tmp_path: Path) -> None:
 
 
 def test_the_table_names_fields_that_exist() -> None:
-    known = {key for r in RECIPES.values() for key, _ in values(r.build()).values()}
+    trees = [r.build() for r in RECIPES.values()]
+    trees += [replace(trees[0], placement=placement) for placement in (Processes(), Ray())]
+    known = {key for tree in trees for key, _ in values(tree).values()}
     assert set(ALLOWED) <= known and not set(ALLOWED) & set(REFUSED)
     assert {f.partition(".")[0] for f in REFUSED} <= {k.partition(".")[0] for k in known}
 
