@@ -30,6 +30,9 @@ from posttrain.engine.heads import RewardHead
 from tests import faulty
 from tests.late import Late, episodes_of, late_run
 
+OF_TURNS = ("engine/queue",)
+"""Entries of the clock that add up what turns waited side by side: longer than the step, where Python's memory is
+cleaned while they wait."""
 SMALL = grpo_work.Size(hidden=32, layers=1, heads=2, kv_heads=2, ffn=64, search=1, tries=1, repeats=1)
 
 
@@ -45,7 +48,8 @@ def test_grpo_step_takes_steps_of_the_forced_lengths(tmp_path: Path, regime: str
         assert ours.listen()["ready"]
         for _ in range(4):
             told = ours.timed(do="step")
-            assert told["spoken"] == wanted and 0 < max(told["roles"].values()) <= told["seconds"]
+            whole = [seconds for role, seconds in told["roles"].items() if role not in OF_TURNS]
+            assert told["spoken"] == wanted and 0 < max(whole) <= told["seconds"]
 
 
 @pytest.mark.parametrize(
