@@ -141,10 +141,9 @@ def _(real: Real) -> Real:
     needs="implicit",
 )
 def _(real: Real) -> Real:
-    def score(groups: Any, a: Any, learner: Any, reference: Any, *, optimizer_steps: int, implicit: Any) -> Any:
-        known = {"optimizer_steps": optimizer_steps, "implicit": implicit}
-        implicit.learn(0, real(groups, a, learner, reference, **known), UNOBSERVED)
-        return real(groups, a, learner, reference, **known)
+    def score(*args: Any, implicit: Any, **kwargs: Any) -> Any:
+        implicit.learn(0, real(*args, implicit=implicit, **kwargs), UNOBSERVED)
+        return real(*args, implicit=implicit, **kwargs)
 
     return score
 

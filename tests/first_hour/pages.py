@@ -28,6 +28,7 @@ PROGRAMS = (
     "source",
     "tensorboard",
     "hf",
+    "torchrun",
     "trackio",
     "wandb",
 )
@@ -36,7 +37,7 @@ ONLY_COMMANDS = ("sh", "bash", "shell")
 """Languages of blocks that hold nothing but commands."""
 OTHERS = re.compile(
     r"(?:(?:accelerate|apt|apt-get|bash|conda|docker|env|git|huggingface-cli|kubectl|nvidia-smi|poetry"
-    r"|pytest|ray|sbatch|sh|srun|sudo|torchrun|trl|uv|verl)(?: +[\w./-]|$))"
+    r"|pytest|ray|sbatch|sh|srun|sudo|trl|uv|verl)(?: +[\w./-]|$))"
 )
 """How lines of other programs begin, which would not be found: they are no commands to whoever plays the page."""
 SET = re.compile(r"^(?:[A-Z][A-Z_]*=\S+ )+")

@@ -60,12 +60,12 @@ def test_every_page_of_the_site_is_played_and_no_command_is_overlooked() -> None
 
 def test_a_new_page_is_played_or_named(tmp_path: Path) -> None:
     """A page in a folder that is played, one elsewhere, and commands that are found by nobody."""
-    text = "# New\n\nSee `ray start --head`.\n\n    posttrain run ladder\n    torchrun train.py\n\n"
+    text = "# New\n\nSee `ray start --head`.\n\n    posttrain run ladder\n    srun train.py\n\n"
     text += "```sh\nls -l\nN=1 make run\n```\n"
     for page in ("docs/new.md", "guides/new.md"):
         (tmp_path / page).parent.mkdir()
         (tmp_path / page).write_text(text)
-    overlooked = [":3: ray start --head", ":6: torchrun train.py", ":9: ls -l"]
+    overlooked = [":3: ray start --head", ":6: srun train.py", ":9: ls -l"]
     assert [x.partition(": name the")[0] for x in unplayed(tmp_path, ["docs/new.md", "guides/new.md"])] == [
         *(f"docs/new.md{x}" for x in overlooked),
         "guides/new.md:5: posttrain run ladder",

@@ -51,6 +51,7 @@ EXEMPT = (
     Exempt("*", r"make\b", CHECKOUT),
     Exempt("*", r"(python|python3) (tour/|-m (posttrain\.api\.pages|scripts\.ci|tests\.first_hour)\b)", CHECKOUT),
     Exempt("*", r"(\w+=\w+ )?python -m pytest\b", CHECKOUT),
+    Exempt("*", r"torchrun .*\btests/", CHECKOUT),
     Exempt("*", r"(python|python3) -m scripts\.site\.", WRITES),
     Exempt("*", r"(python|python3) (-m )?benchmarks[./]", MEASURES),
     Exempt("*", r"(python|python3) -m venv", "the environment is there"),
