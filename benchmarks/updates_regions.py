@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import DR_GRPO, GRPO, IW_OPD, MOPD, OPD, PPO, V_TRACE, VCPO
+from posttrain.core.ladder import DR_GRPO, GRPO, IW_OPD, M2PO, MOPD, OPD, PPO, V_TRACE, VCPO
 from posttrain.core.pieces.baseline import GroupMean
 from posttrain.core.pieces.pull import TokenL2
 from posttrain.core.pieces.trust import Cap, Clip, Divergence, Geometric, Hump, Soft
@@ -65,6 +65,9 @@ ARMS: dict[str, Algorithm] = {
 LINES: dict[str, Algorithm] = {a.name: a for a in (PPO, V_TRACE, OPD, IW_OPD, MOPD)}
 """Lines with credit of their own, as the ladder has them: a row each at the mild rate, to see that they learn. The
 teacher of the last three is the start after 40 steps of `dr_grpo` with one update a batch."""
+LATER: dict[str, Algorithm] = {
+    M2PO.name: patch(CLIP, "m2po", M2PO.paper, clip=None, tokens=M2PO.tokens, anchor="behaviour", weights="-")
+}
 ASIDE: Mapping[str, str] = {
     "tis, icepop, decoupled_ppo": "factors of start/mu, which is 1 where nothing is stale: they are `clip` here",
     "a3po": "its anchor is found by the versions of tokens, which are all equal here: it compares with the sampler",

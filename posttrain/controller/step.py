@@ -111,7 +111,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         with roles.clock.of("learn"):
             if roles.implicit is not None:
                 partial.learned.append(roles.implicit.learn(e.index, groups, roles.watch))
-            for minibatch in pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version):
+            cut = pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version, now=roles.learner.score)
+            for minibatch in cut:
                 if (batch := minibatch.batch) is not None:
                     try:
                         with named(batch, credit, f"{stage.name} step {e.index}"):
