@@ -37,6 +37,7 @@ from benchmarks.updates_regions import (
     ARMS,
     ASIDE,
     EPOCHS,
+    LATER,
     LEARNED,
     LINES,
     MINIBATCHES,
@@ -58,8 +59,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/updates.json"
 PAGE = ROOT / "docs/several-updates.md"
 WORKS: Mapping[str, Mapping[str, Algorithm]] = {
-    "mild": {**ARMS, **LINES},
-    "hot": ARMS,
+    "mild": {**ARMS, **LATER, **LINES},
+    "hot": {**ARMS, **LATER},
     "stale": updates_stale.ARMS,
 }
 """The arms at each learning rate. Samples of the last one are old."""
@@ -226,7 +227,12 @@ def page(rows: Sequence[ArmRow]) -> str:
         "",
     ]
     for name in RATES:
-        lines += [f"## {name.capitalize()}: learning rate {RATES[name]:g}", "", *table(found, name), ""]
+        lines += [
+            f"## {name.capitalize()}: learning rate {RATES[name]:g}",
+            "",
+            *table(found, name, (*ARMS, *LATER)),
+            "",
+        ]
     lines += ["## Lines with credit of their own, mild", "", *table(found, "mild", LINES), ""]
     lines += ["## Predicted before the runs", "", *predicted(PREDICTIONS, found), ""]
     lines += ["## What parts them", "", *learned(found), "", *old_samples(found), "## Not arms of their own", ""]
@@ -300,7 +306,7 @@ def keep(row: ArmRow) -> None:
 
 
 def write(rows: list[ArmRow]) -> None:
-    order = {name: i for i, name in enumerate((*ARMS, *LINES, *updates_stale.ARMS))}
+    order = {name: i for i, name in enumerate((*ARMS, *LATER, *LINES, *updates_stale.ARMS))}
     rows = sorted((r for r in rows if r.arm in WORKS[r.rate]), key=lambda r: (order[r.arm], r.rate, r.seed))
     facts = {
         "date": time.strftime("%Y-%m-%d"),

@@ -65,13 +65,12 @@ ARMS: dict[str, Algorithm] = {
 LINES: dict[str, Algorithm] = {a.name: a for a in (PPO, V_TRACE, OPD, IW_OPD, MOPD)}
 """Lines with credit of their own, as the ladder has them: a row each at the mild rate, to see that they learn. The
 teacher of the last three is the start after 40 steps of `dr_grpo` with one update a batch."""
-LATER: dict[str, Algorithm] = {
-    M2PO.name: patch(CLIP, "m2po", M2PO.paper, clip=None, tokens=M2PO.tokens, anchor="behaviour", weights="-")
-}
+LATER: dict[str, Algorithm] = {M2PO.name: _arm(M2PO.name, clip=None, tokens=M2PO.tokens, anchor="behaviour")}
+"""Arms of 2026-11-26, when `m2po` began to make its mask again for every update: before, it was `no_clip` here. The
+statements above about every arm are of the others."""
 ASIDE: Mapping[str, str] = {
     "tis, icepop, decoupled_ppo": "factors of start/mu, which is 1 where nothing is stale: they are `clip` here",
     "a3po": "its anchor is found by the versions of tokens, which are all equal here: it compares with the sampler",
-    "m2po": "its mask is made from start/mu and so chooses every token: it is `no_clip`, against the sampler",
     "aipo": "the cap of `cispo` at 4, not 5, against the sampler",
     "dr_grpo": f"credit and weight alone ({DR_GRPO.paper}); its trust region is `clip`",
 }
@@ -157,6 +156,14 @@ PREDICTIONS: tuple[Prediction, ...] = (
     Prediction(
         "Hot: the further an arm moves from the start of its batch, the lower it ends (rank correlation below -.5).",
         lambda f: drift_correlation(f, "hot") < -0.5,
+    ),
+    Prediction(
+        "`m2po`, an arm of 2026-11-26, ends above `no_clip` at both rates: its mask acts now.",
+        lambda f: all(_after(f, "m2po", r) > _after(f, "no_clip", r) for r in RATES),
+    ),
+    Prediction(
+        "`m2po` ends within .15 of `clip` at both rates: a second moment of .04 is a ratio of about e^.2.",
+        lambda f: all(abs(_after(f, "m2po", r) - _after(f, "clip", r)) < 0.15 for r in RATES),
     ),
 )
 
