@@ -39,7 +39,7 @@ from benchmarks.staleness_arms import (
     STALENESS,
     STEPS,
 )
-from benchmarks.updates import judged, mean
+from benchmarks.updates import judged, mean, silenced
 from posttrain.core import reader
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ def play(arm: str, staleness: int, seed: int, model: Path, folder: Path, steps: 
         float(np.mean(after)) if not stopped else 0.0,
         max(solved),
         float(np.mean(solved[-LAST:])),
-        mean(late, "policy/clip_low") + mean(late, "policy/clip_high"),
+        silenced(late),
         max(s.gauges["policy/ratio_square"].mean for s in lines),
         min(s.gauges["policy/ratio"].mean ** 2 / s.gauges["policy/ratio_square"].mean for s in lines),
         mean(late, "rollout/versions_behind"),

@@ -63,10 +63,11 @@ async def ask(roles: ReinforceRoles, index: int) -> Experience:
 
 
 def moved(learner: Learner, group: Group) -> float:
-    """The mean of |log(policy / sampler)| over the tokens of a group's judged episodes."""
-    packed = Packed.of([s for e in group.judged for s in e.segments])
-    mu_M = np.concatenate([s.logp[s.mask] for e in group.judged for s in e.segments])
-    return float(np.mean(np.abs(learner.score(packed) - mu_M)))
+    """The mean of |log(policy / sampler)| over the tokens of a group that were sampled and judged: those of a
+    demonstration have no sampler."""
+    said = [s for e in group.judged if e.own for s in e.segments]
+    mu_M = np.concatenate([s.logp[s.mask] for s in said])
+    return float(np.mean(np.abs(learner.score(Packed.of(said)) - mu_M)))
 
 
 @dataclass
