@@ -40,6 +40,7 @@ from posttrain.core.ladder import (
 )
 from posttrain.core.pieces.baseline import OffPolicyMean
 from posttrain.core.pieces.step import EffectiveSize
+from posttrain.core.pieces.token import SecondMoment
 from posttrain.core.pieces.trust import Clip
 from posttrain.core.streams import ADVANTAGE, MU, START
 from posttrain.role.pack import pack
@@ -255,6 +256,16 @@ def test_m2po_masks_by_the_policy_of_each_update(seed: int, minibatches: int, ep
 def _answer(rng: np.random.Generator, reward: float) -> PlainEpisode:
     mu, start = rng.normal(-2, 0.4, (2, 5)).astype(np.float32)
     return PlainEpisode(reward, [[5]], mu, start)
+
+
+def test_what_a_choice_masks_is_counted() -> None:
+    """`policy/masked` is the number of tokens that the choice leaves out; algorithms without one do not have it."""
+    here = world(patch(M2PO, "m2po_tight", "-", tokens=SecondMoment(limit=0.01)), 0)
+    masked = int((~here.batch[CHOSEN]).sum())
+    (told,) = here.terms(here.batch)
+    assert masked and told.gauges["policy/masked"] == Gauge(masked, here.batch.spoken)
+    (other,) = world(TIS, 0).terms(world(TIS, 0).batch)
+    assert "policy/masked" not in other.gauges
 
 
 def test_m2po_alone_asks_for_scores_between_updates() -> None:
