@@ -99,11 +99,7 @@ class HFLearner:
         logp_M, spread = self._reader.head(packed, hidden, entropy)
         if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
             logp_M = logp_M - logp_M.detach() + self._sampled(packed)  # 0 + x is x
-        candidates = (
-            None
-            if candidates_MK is None
-            else self._reader.candidates(packed, hidden, _to(candidates_MK, hidden.device))
-        )
+        candidates = None if candidates_MK is None else self._reader.candidates(packed, hidden, candidates_MK)
         return TokenScores(
             logp_M,
             spread,
@@ -144,12 +140,16 @@ class HFLearner:
         """float32 [M] log-probs under `packed.sampling`, without gradient."""
         return self._reader.score(packed) if self._sampled is None else self._sampled(packed).cpu().numpy()
 
+    def packed_score(self, packed: Packed) -> np.ndarray:
+        """`score` by the learner's packed pass, also where `score` has the sampler's values."""
+        return self._reader.score(packed)
+
     def price(self, packed: Packed) -> float | None:
         """How many times as long as a packed pass the sampler's own pass takes; None where there is none."""
         if self._sampled is None:
             return None
         seconds: list[float] = []
-        for score in (self._reader.score, self.score):
+        for score in (self.packed_score, self.score):
             begun = time.perf_counter()
             score(packed)
             seconds.append(time.perf_counter() - begun)
@@ -242,8 +242,7 @@ class FrozenScorer:
     """A reference: a copy of a policy's weights as they are now. Nothing changes them. Weights that never train are
     shared with the policy.
 
-    `digest` is the fingerprint at construction. A canary compares it with `fingerprint()` as long
-    as the scorer is used.
+    `digest` is the fingerprint at construction; a check compares it with `fingerprint()` while the scorer is used.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -354,9 +353,10 @@ class _PackedReader:
                 parts.append(energies(hidden, out.weight, out.bias, target, **self._contract(part)))
             return _joined(parts)
 
-    def candidates(self, packed: Packed, hidden: Tensor, ids_MK: Tensor) -> Tensor:
+    def candidates(self, packed: Packed, hidden: Tensor, ids_MK: np.ndarray) -> Tensor:
         """[M, K] log-probs of `ids_MK`, differentiable."""
-        return candidates(hidden, self.out.weight, self.out.bias, ids_MK, **self._contract(packed))
+        ids = _to(ids_MK, hidden.device)
+        return candidates(hidden, self.out.weight, self.out.bias, ids, **self._contract(packed))
 
     def top(self, packed: Packed, k: int) -> Top:
         """Most probable tokens first, forward only."""
