@@ -34,6 +34,8 @@ class Reads:
     rewards: bool = False
     logp: bool = True
     """The log-probs of the spoken tokens."""
+    heard: bool = False
+    """Those of tokens that the policy was told (`Packed.heard`)."""
 
 
 class Loss(Protocol):
@@ -60,7 +62,8 @@ class PolicyLoss:
 
     def reads(self, micro: Batch) -> Reads:
         a = self.algorithm
-        return Reads(a.entropy is not None, a.learns_values is not None, micro.find(TOP_IDS), self.warming)
+        entropy, heard = a.entropy is not None, a.hears
+        return Reads(entropy, a.learns_values is not None, micro.find(TOP_IDS), self.warming, heard=heard)
 
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:
         return objective(self.algorithm, streams(micro, scores.logp.device), scores)

@@ -34,6 +34,13 @@ IMITATE = Stream(
     "the weights of the imitated tokens, which sum to 1 or are all 0",
     "the imitation term (imitate=...)",
 )
+HEARD = Stream(
+    "heard",
+    "float64",
+    "what each token that the policy was told weighs, one over their number in the minibatch: the same number beside"
+    " every spoken token",
+    "the imitation of what was heard (imitate.of=heard)",
+)
 WAS_SHOWN = Stream(
     "shown", "bool", "the tokens that a demonstration wrote", "demonstrations beside samples (shown=...)"
 )
@@ -75,6 +82,10 @@ def _imitated(w: Whole) -> np.ndarray:
     return wanted / max(1, int(wanted.sum()))
 
 
+def _heard(w: Whole) -> np.ndarray:
+    return np.full(w.batch.spoken, 1 / max(1, w.batch.heard().spoken))
+
+
 def _sampled_top(w: Whole) -> tuple[np.ndarray, np.ndarray]:
     tops = [s.top for e in w.credits for s in e.episode.segments if s.top]
     return np.concatenate([t.ids for t in tops]), np.concatenate([t.logp for t in tops])
@@ -84,7 +95,8 @@ WHOLE: list[Maker[Whole]] = [
     Maker((WAS_SHOWN,), lambda w: w.algorithm.shown is not None, lambda w: (w.shown_M,)),
     Maker((MIX,), lambda w: w.algorithm.anchor == "proximal", lambda w: (mixing(w.batch[VERSION], *w.versions),)),
     Maker((CHOSEN,), lambda w: w.algorithm.tokens is not None, lambda w: (_chosen(w),)),
-    Maker((IMITATE,), lambda w: w.algorithm.imitate is not None, lambda w: (_imitated(w),)),
+    Maker((IMITATE,), lambda w: w.algorithm.imitate is not None and not w.algorithm.hears, lambda w: (_imitated(w),)),
+    Maker((HEARD,), lambda w: w.algorithm.hears, lambda w: (_heard(w),)),
     Maker(
         (TOP_IDS, TOP_LOGP),
         lambda w: w.algorithm.distill is None and any(s.top for e in w.credits for s in e.episode.segments),

@@ -17,7 +17,7 @@ from posttrain.algorithm import kl
 from posttrain.algorithm.choose import paid
 from posttrain.algorithm.correction import Corrected, correct
 from posttrain.algorithm.distance import jensen_shannon
-from posttrain.algorithm.minibatch import CHOSEN, IMITATE, MIX, WAS_SHOWN
+from posttrain.algorithm.minibatch import CHOSEN, HEARD, IMITATE, MIX, WAS_SHOWN
 from posttrain.algorithm.pull import pull_term
 from posttrain.algorithm.step_scale import ANSWER_RATIO, ANSWER_RATIO_SQUARE
 from posttrain.algorithm.streams import Streams
@@ -79,7 +79,9 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     if a.step_scale is not None:
         gauge_sums.answers(logp_M.detach())
     loss = (batch[WEIGHT] * term_M).sum()
-    return Terms(loss if a.imitate is None else loss + imitation(a, logp_M, batch), gauge_sums.gauges())
+    if a.hears:
+        gauge_sums.heard(_present(scores.heard, "heard", a))
+    return Terms(loss if a.imitate is None else loss + imitation(a, logp_M, batch, scores), gauge_sums.gauges())
 
 
 def supervised(weight_M: Tensor, logp_M: Tensor) -> Tensor:
@@ -126,13 +128,14 @@ def _further_terms(a: Algorithm, log_ratio_M: Tensor, logp_M: Tensor, batch: Str
     return term_M
 
 
-def imitation(a: Algorithm, logp_M: Tensor, batch: Streams) -> Tensor:
-    """-coef * weighted log-prob of the imitated tokens; `IMITATE` sums to 1 over the minibatch (A19, A24)."""
+def imitation(a: Algorithm, logp_M: Tensor, batch: Streams, scores: TokenScores) -> Tensor:
+    """-coef * weighted log-prob of the imitated tokens; the weights sum to 1 over the minibatch (A19, A24, ECHO)."""
     assert a.imitate is not None
-    weight_M = batch[IMITATE]
+    told: Tensor = _present(scores.heard, "heard", a) if a.hears else logp_M
+    weight = batch[HEARD][0] if a.hears else batch[IMITATE]
     if a.imitate.unsure:
-        weight_M = weight_M * unsure(logp_M.detach())
-    return -a.imitate.coef * (weight_M * logp_M).sum()
+        weight = weight * unsure(told.detach())
+    return -a.imitate.coef * (weight * told).sum()
 
 
 def unsure(logp_M: Tensor) -> Tensor:
@@ -176,6 +179,11 @@ class _GaugeSums:
     def masked(self, chosen_M: Tensor) -> None:
         """Tokens that `Algorithm.tokens` masks: they have no policy gradient, whatever the trust region says."""
         self._add("policy/masked", ~chosen_M.bool())
+
+    def heard(self, logp_H: Tensor) -> None:
+        """Log-probs of what the policy was told between its turns."""
+        self._add("policy/heard", logp_H)
+        self._counts["policy/heard"] = float(len(logp_H))
 
     def drift(
         self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None, *, knows_start: bool

@@ -198,6 +198,11 @@ class Algorithm:
         return any(p.reads_silent for p in self.pieces)
 
     @property
+    def hears(self) -> bool:
+        """Whether it also learns from what the policy was told between its turns."""
+        return self.imitate is not None and self.imitate.of == "heard"
+
+    @property
     def silences(self) -> bool:
         """Whether its trust region gives tokens outside its bounds a push of exactly 0."""
         return self.clip is not None and self.clip.silences

@@ -137,6 +137,28 @@ class Packed:
             **further,
         )
 
+    def heard(self) -> Packed:
+        """The same tokens, where those count as spoken that the policy was told after it had said something: in each
+        segment all that follow its first spoken token and that it did not say. They are scored in the model's own
+        distribution, at temperature 1, since nobody drew them."""
+        at_M, count = self.source_M + 1, len(self.lengths_S)
+        segment_N = np.repeat(np.arange(count, dtype=np.int32), self.lengths_S)
+        first_S = np.full(count, len(self.ids_N))
+        np.minimum.at(first_S, self.segment_M, at_M)
+        heard_N = np.arange(len(self.ids_N)) > first_S[segment_N]
+        heard_N[at_M] = False
+        at_H = np.flatnonzero(heard_N)
+        return Packed(
+            ids_N=self.ids_N,
+            lengths_S=self.lengths_S,
+            source_M=at_H - 1,
+            target_M=self.ids_N[at_H],
+            segment_M=segment_N[at_H],
+            sequence_S=self.sequence_S,
+            sampling=Sampling(stop_ids=()),
+            unit_E=self.unit_E,
+        )
+
     def select(self, episodes: Sequence[int] | np.ndarray) -> Self:
         """The batch of only these episodes (whole units), renumbered from 0.
         Their streams and weights are unchanged."""

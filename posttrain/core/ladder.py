@@ -158,6 +158,7 @@ DPPO         = _patch(DR_GRPO,   "dppo",         "2602.04879", anchor="behaviour
 PRIME_RL     = _patch(DPPO,      "prime_rl",     "prime-rl loss.py", clip=Divergence(measure="tv", delta=0.2,
                                                                                cap=float("inf")),
                                                                aggregate="token_mean", pull=TokenL2(coef=1e-3))
+ECHO         = _patch(PRIME_RL, "echo",        "prime-rl echo.py", imitate=Imitate(coef=0.1, of="heard"))
 DPPO_KL      = _patch(DPPO,      "dppo_kl",      "2602.04879", clip=Divergence(measure="kl", delta=0.05))
 DPPO_TOP     = _patch(DPPO,      "dppo_top",     "2602.04879", clip=Divergence(measure="tv", delta=0.15, top=8))
 

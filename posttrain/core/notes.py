@@ -168,6 +168,10 @@ NOTES: dict[str, str] = {
         "the cap on the ratio is verl's 20 (the authors' code 10, prime-rl none); delta .15 for TV, .05 for KL, "
         "where SkyRL and prime-rl use .2"
     ),
+    "echo": (
+        "all that is heard after the first turn is foreseen, the frame of the chat template with it, as prime-rl does "
+        "where its renderer does not tell the two apart; elsewhere prime-rl takes the text of tools alone"
+    ),
     "prime_rl": (
         "the default loss of prime-rl at revision 559b447: its docs name a cap on the ratio, its code has none"
     ),

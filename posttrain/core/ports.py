@@ -124,12 +124,12 @@ class Learner(Examiner, Protocol):
         head_only: bool = False,
         rewards: bool = False,
         logp: bool = True,
+        heard: bool = False,
     ) -> TokenScores:
-        """Differentiable scores of one micro-batch; with `candidates_MK` also the log-probs of those tokens.
-
-        With `head_only` the gradient of the value stops at the value head and does not reach the policy. With `rewards`
-        the reward head reads each segment. Without `logp` there are no log-probs, and the language-model head does
-        not run.
+        """Differentiable scores of one micro-batch; with `candidates_MK` also those tokens' log-probs, with `heard`
+        those of `Packed.heard`. With `rewards` the reward head reads each segment. With `head_only` the gradient of the
+        value stops at the value head and does not reach the policy. Without `logp` there are no log-probs, and the
+        language-model head does not run.
         """
         ...
 

@@ -33,6 +33,8 @@ class TokenScores:
     candidates: Any | None = None
     """[M, K]: log-probs of the candidate tokens that were asked for."""
     rewards: Rewards | None = None
+    heard: Any | None = None
+    """[H]: log-probs of the tokens that the policy was told (`Packed.heard`)."""
     computed: int | None = None
     """Positions that the layers computed: fewer than packed ones where shared beginnings are computed once."""
 

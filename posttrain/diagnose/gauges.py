@@ -335,6 +335,11 @@ REGISTRY: dict[str, Definition] = {
     "policy/clip_high": Definition(
         "share of tokens silenced above the trust region", "share", "< 0.2; 0 with one optimizer step a step"
     ),
+    "policy/heard": Definition(
+        "log-prob of what the policy was told between its turns, mean over these tokens; where imitate.of=heard",
+        "nats",
+        "rises as the policy learns to foresee it",
+    ),
     "policy/masked": Definition(
         "share of tokens masked by the choice of tokens (tokens=...); where it masks any", "share", "no band"
     ),

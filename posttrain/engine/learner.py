@@ -78,32 +78,35 @@ class HFLearner:
         head_only: bool = False,
         rewards: bool = False,
         logp: bool = True,
+        heard: bool = False,
     ) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
-        before, head = self._reader.computed, self._head() if rewards else None
+        before, head, told = self._reader.computed, self._head() if rewards else None, packed.heard() if heard else None
+        places = np.zeros(0, np.int64) if head is None else head.places(packed)
+        more = np.zeros(0, np.int64) if told is None else told.source_M
         with kept_on_the_cpu() if self._offload else nullcontext():
-            more = [] if head is None else [head.places(packed)]
-            hidden = self._reader.hidden(packed, np.concatenate([packed.source_M, *more]))
-        given = None if head is None else head.read(packed, hidden[packed.spoken :])
-        hidden = hidden[: packed.spoken]
+            found = self._reader.hidden(packed, np.concatenate([packed.source_M, places, more]))
+        hidden, read, listened = found.split([packed.spoken, len(places), len(more)])
+        given = None if head is None else head.read(packed, read)
         if not logp:
             return TokenScores(None, None, None, rewards=given, computed=self._reader.computed - before)
         logp_M, spread = self._reader.head(packed, hidden, entropy)
         if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
             logp_M = logp_M - logp_M.detach() + self._sampled(packed)  # 0 + x is x
-        candidates = (
-            None
-            if candidates_MK is None
-            else self._reader.candidates(packed, hidden, device_ids(candidates_MK, hidden.device))
-        )
+        ids_MK = None if candidates_MK is None else device_ids(candidates_MK, hidden.device)
         return TokenScores(
             logp_M,
             spread,
             self._values(hidden.detach() if head_only else hidden) if value else None,
-            candidates,
+            None if ids_MK is None else self._reader.candidates(packed, hidden, ids_MK),
             given,
+            None if told is None else self._heard(told, listened, logp_M),
             self._reader.computed - before,
         )
+
+    def _heard(self, told: Packed, hidden: Tensor, like: Tensor) -> Tensor:
+        """[H] log-probs of what the policy was told, of which there may be nothing."""
+        return self._reader.head(told, hidden, False)[0] if told.spoken else like.new_zeros(0)
 
     def rewards(self, packed: Packed) -> np.ndarray:
         """float32 [S]: the reward head's score of each segment, without gradient."""

@@ -260,6 +260,7 @@ class Trainer:
             head_only=reads.head_only,
             rewards=reads.rewards,
             logp=reads.logp,
+            heard=reads.heard,
         )
 
     @contextmanager

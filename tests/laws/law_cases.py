@@ -86,6 +86,7 @@ THE_LADDER: list[Case] = [
     (ladder.MAXRL, f.maxrl),
     (ladder.DPPO, f.dppo(f.far_tv)),
     (ladder.PRIME_RL, f.prime_rl),
+    (ladder.ECHO, f.prime_rl),
     (ladder.DPPO_KL, f.dppo(f.far_kl)),
     (ladder.DPPO_TOP, f.dppo(f.far_top(8, "tv", 0.15))),
     (ladder.OPD, f.opd),

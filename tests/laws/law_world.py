@@ -223,7 +223,9 @@ class World:
         if TOP_IDS in batch:
             column = torch.as_tensor((batch[TOP_IDS] - FIRST_ID) % VOCABULARY, dtype=torch.int64)
             candidates = self.near[at].gather(1, column)
-        return TokenScores((self.lp if logp is None else logp)[at], self.H[at], self.v[at], candidates)
+        heard = -torch.as_tensor(batch.heard().target_M % 7 + 1, dtype=torch.float64) if self.a.hears else None
+        spoken = (self.lp if logp is None else logp)[at]
+        return TokenScores(spoken, self.H[at], self.v[at], candidates, heard=heard)
 
     def terms(self, *batches: Batch, a: Algorithm | None = None) -> list[Terms]:
         """Loss and gauges of each batch."""

@@ -306,7 +306,7 @@ def test_lineage_ends_with_the_last_patch() -> None:
 
 READS = {
     "": (
-        "reinforce reinforce_ema rae remax opo gpg opmd pkpo maxrl_success topr aipo scalerl dppo prime_rl dppo_kl"
+        "reinforce reinforce_ema rae remax opo gpg opmd pkpo maxrl_success topr aipo scalerl dppo prime_rl echo dppo_kl"
         " dppo_top a3po"
     ),
     "energy": "otb",

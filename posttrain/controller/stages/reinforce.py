@@ -138,7 +138,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
     def reads(self, packed: Packed) -> Reads:
         a = self.stage.algorithm
         some = np.resize(packed.target_M, (packed.spoken, a.stores_top)) if a.stores_top else None
-        return Reads(a.entropy is not None, a.learns_values is not None, some)
+        return Reads(a.entropy is not None, a.learns_values is not None, some, heard=a.hears)
 
     def remember(self, asked: Experience, step: Step) -> Step:
         self.state.memory = self.roles.adaptive

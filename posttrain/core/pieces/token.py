@@ -155,17 +155,19 @@ class EntropyBonus(Piece):
 
 @dataclass(frozen=True, kw_only=True)
 class Imitate(Piece):
-    """-coef * mean log-prob of some of the minibatch's own tokens, equally weighted (A19 positive NLL; A24 CHORD).
+    """-coef * mean log-prob of some tokens of the minibatch, equally weighted (A19 positive NLL; A24 CHORD; ECHO).
 
-    `solved`: tokens of episodes with raw outcome >= 1. `shown`: tokens of the group's demonstrations.
+    `solved`: tokens of episodes with raw outcome >= 1. `shown`: tokens of the group's demonstrations. `heard`: what the
+    policy was told after its first turn, such as results of tools. Nobody drew these, so they are scored at temperature
+    1, and they are in no other term.
     """
 
     reads_silent = True
 
     coef: float = 0.1
     """Weight of the imitation."""
-    of: Literal["solved", "shown"] = "solved"
-    """Whose tokens: of solved episodes, or of the demonstrations shown."""
+    of: Literal["solved", "shown", "heard"] = "solved"
+    """Whose tokens: of solved episodes, of the demonstrations shown, or what the policy heard between its turns."""
     unsure: bool = False
     """Weight each token by sg[p (1 - p)] (CHORD-phi)."""
 
@@ -173,8 +175,8 @@ class Imitate(Piece):
         positive("imitate.coef", self.coef, "imitate=none")
 
     def words(self) -> str:
-        whose = "solved responses" if self.of == "solved" else "shown responses"
-        return f"-{self.coef:g} mean over the tokens of {whose} of " + (
+        whose = {"solved": "solved responses", "shown": "shown responses", "heard": "what was heard between turns"}
+        return f"-{self.coef:g} mean over the tokens of {whose[self.of]} of " + (
             "sg[p (1 - p)] log pi" if self.unsure else "log pi"
         )
 
