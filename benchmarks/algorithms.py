@@ -50,7 +50,7 @@ REGIME: dict[str, tuple[Algorithm, str]] = {
 why."""
 
 
-TURNS = ("mt_grpo", "gigpo")
+TURNS = ("mt_grpo", "gigpo", "echo")
 """Lines that differ from others only where an episode has several turns."""
 HINTED = tuple(name for name, a in LADDER.items() if a.hint is not None)
 """Lines whose teacher is shown a hint. This start has never seen one, so `benchmarks/hints.py` measures them apart."""
@@ -189,7 +189,7 @@ def page(rows: list[Row], steps: int) -> str:
         ),
     ]
     if absent := [f"`{n}`" for n in TURNS if n not in names]:
-        lines.append(f"- {' and '.join(absent)} credit the turns of an episode, and these answers are of one turn.")
+        lines.append(f"- {' and '.join(absent)} read the turns of an episode, and these answers are of one turn.")
     if absent := [f"`{n}`" for n in HINTED if n not in names]:
         lines.append(
             f"- {' and '.join(absent)} learn from a policy that is shown a hint, and this start has never seen one:"
