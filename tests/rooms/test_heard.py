@@ -63,13 +63,15 @@ def test_it_is_scored_as_the_model_alone_would_say_it(arch: str) -> None:
     """In float64, with a temperature that the policy's own tokens have and these have not, beside the same log-probs
     of what was said; and the gradient is that of transformers' own forward pass."""
     learner = HFLearner(policy(arch, dtype=torch.float64))
-    batch = Packed.of(segments(6, sampling=Sampling(temperature=0.7)))
+    batch = Packed.of(segments(24, longest=20, sampling=Sampling(temperature=0.7)))
     heard = batch.heard()
     assert heard.spoken > 3
     scores = learner.forward(batch, entropy=False, value=False, heard=True)
     plain = learner.forward(batch, entropy=False, value=False)
     assert scores.heard is not None and plain.heard is None and torch.equal(scores.logp, plain.logp)
-    module, total = learner.policy.module, torch.zeros((), dtype=torch.float64)
+    other, total = HFLearner(learner.policy.clone()), torch.zeros((), dtype=torch.float64)
+    module = other.policy.module
+    module.set_attn_implementation("sdpa")
     starts = np.cumsum(batch.lengths_S) - batch.lengths_S
     for s, (start, length) in enumerate(zip(starts.tolist(), batch.lengths_S.tolist(), strict=True)):
         ids = torch.from_numpy(batch.ids_N[start : start + length].astype(np.int64))
@@ -79,7 +81,7 @@ def test_it_is_scored_as_the_model_alone_would_say_it(arch: str) -> None:
         here = torch.from_numpy(heard.segment_M == s)
         assert torch.allclose(own, scores.heard[here], rtol=0, atol=1e-9)
         total = total + own.sum()
-    found, right = (gradients(learner, x) for x in (scores.heard.sum(), total))
+    found, right = gradients(learner, scores.heard.sum()), gradients(other, total)
     assert max(float((found[n] - right[n]).abs().max()) for n in right) < 1e-8
 
 
