@@ -10,12 +10,9 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.types import Task
 from posttrain.environment.single import SingleTurn
 
-HELDOUT = Env().heldout
-"""Held-out tasks of a world by default."""
-
 
 def inner_world(
-    env: str, words: str, seed: int, *, heldout: int = HELDOUT, more: Mapping[str, Scalar] | None = None, hint: str = ""
+    env: str, words: str, seed: int, *, heldout: int, more: Mapping[str, Scalar] | None = None, hint: str = ""
 ) -> SingleTurn:
     """The environment that `words` name: its name, then its settings, separated by spaces.
 

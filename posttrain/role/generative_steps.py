@@ -4,9 +4,8 @@ reasoning and a verdict, and the step's score is the chance of Yes after that re
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -73,14 +72,14 @@ class GenerativeStepJudge:
         """The verdicts about each episode of a group. An answer of which a step has no readable vote is `failed`."""
         ends = [self.steps(e) for e in episodes]
         texts = [self.beginnings(e) if upto else [] for e, upto in zip(episodes, ends, strict=True)]
-        asked: dict[str, Coroutine[Any, Any, StepVotes]] = {}
+        asked: dict[str, tuple[Episode, int]] = {}
         for e, upto, own in zip(episodes, ends, texts, strict=True):
             for number, (end, text) in enumerate(zip(upto, own, strict=True), 1):
                 said = [self.ends.text(_said(e)[:n]) for n in (end - 1, end)]
                 reads_to_the_step(text, said[0], said[1], f"task {e.task.id!r}, step {number} of {len(upto)}")
-                if text not in asked:
-                    asked[text] = self.verified(e.task, text, e.visit, e.sibling, number)
-        votes = dict(zip(asked, await together(list(asked.values())), strict=True))
+                asked.setdefault(text, (e, number))
+        found = [self.verified(e.task, text, e.visit, e.sibling, number) for text, (e, number) in asked.items()]
+        votes = dict(zip(asked, await together(found), strict=True))
         return [self._given(upto, [votes[t] for t in own]) for upto, own in zip(ends, texts, strict=True)]
 
     def steps(self, e: Episode) -> tuple[int, ...]:

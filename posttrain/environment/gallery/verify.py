@@ -25,14 +25,17 @@ from posttrain.environment.verify_rules import RIGHT, WRONG, VerifyFormat, verif
 WORLD_SEED = 20_261_126
 """Seed of the world's tasks. Which answers there are to verify does not depend on the run's seed."""
 
+DRAWS = 64
+"""Answers that are drawn for one that is right, or wrong, as was drawn before."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Verify(GeneratedTasks):
+class VerifySteps(GeneratedTasks):
     """Answers of another world of the gallery, which judges every step, are shown to the policy up to the end of a
     step. It writes how it checks the steps, and whether all of them are right: 1 for the right verdict, else 0.
 
-    Half of the beginnings are right. The world's own held-out tasks are in none of them, so what is learned here can
-    judge a policy that is measured on these.
+    Half of the beginnings are right. The world's held-out tasks are in none of them, so what is learned here can judge
+    a policy that is measured on these.
     """
 
     format: str = "thinkprm"
@@ -41,6 +44,9 @@ class Verify(GeneratedTasks):
     world: str = "arithmetic min_terms=3 max_terms=4"
     """The environment whose answers are verified, and its settings, separated by spaces. It must judge steps
     (`judge_steps=true`) and write answers in steps, right ones and wrong ones."""
+    world_heldout: int = 200
+    """Held-out tasks of that world, of which no answer is shown: at least as many as a run holds out whose policy this
+    one judges."""
     separator: str = ";"
     """The text that ends a step."""
     wrong: float = 0.6
@@ -71,7 +77,9 @@ class Verify(GeneratedTasks):
             ConfigError: there is none of that name, a setting is wrong, or it judges no steps.
         """
         hint = ". It must be an environment that judges steps, with the setting judge_steps"
-        found = inner_world(self.name, self.world, WORLD_SEED, more={"judge_steps": True}, hint=hint)
+        found = inner_world(
+            self.name, self.world, WORLD_SEED, heldout=self.world_heldout, more={"judge_steps": True}, hint=hint
+        )
         if not found.judged_style:
             raise ConfigError(
                 f"env verify: world={self.world!r} writes no right and wrong answers in steps (judged_style): use"
@@ -97,16 +105,24 @@ class Verify(GeneratedTasks):
     # --- tasks -------------------------------------------------------------------------------------------------------
 
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
-        index, wanted = int(rng.integers(2**40)), bool(rng.random() < 0.5)
-        inner = self._inner(index)
-        _, text = self.verified_world.demonstrate(inner, self.verified_world.judged_style, rng, self.wrong)
-        steps, right = steps_of_text(str(text), self.separator), self._steps(inner, str(text))
+        wanted = bool(rng.random() < 0.5)
+        for _ in range(DRAWS):
+            if (found := self._beginning(rng, wanted)) is not None:
+                return self._task(name, *found, int(wanted))
+        return None
+
+    def _beginning(self, rng: np.random.Generator, wanted: bool) -> tuple[int, str] | None:
+        """A task of the world and an answer to it up to the end of a step; None where its steps are not as wanted."""
+        index = int(rng.integers(2**40))
+        inner, world = self._inner(index), self.verified_world
+        text = str(world.demonstrate(inner, world.judged_style, rng, self.wrong)[1])
+        steps, right = steps_of_text(text, self.separator), self._steps(inner, text)
         upto = 1 + int(rng.integers(len(steps)))
         if len(right) != len(steps) or all(right[:upto]) != wanted:
             return None
         if not self.form.every and not all(right[: upto - 1]):
             return None
-        return self._task(name, index, "".join(steps[:upto]), int(wanted))
+        return index, "".join(steps[:upto])
 
     def _task(self, name: str, index: int, beginning: str, good: int) -> Task:
         """A task. `good` is 1 where all steps are right, and is not shown."""
