@@ -88,7 +88,8 @@ def test_half_of_the_beginnings_are_right_and_the_verdict_is_that_of_their_steps
             assert env.verify(Attempt(t, said, Stop.SAID)).score == score
         right = env.critique(t)
         assert env.form.read(f"{right} {t.answer}") == (float(wrong == -1),)
-        asyncio.run(shows_no_verdict(env, judging(env), t))
+        made: Any = env
+        asyncio.run(shows_no_verdict(made, judging(env), t))
     assert 0.4 < sum(t.info["good"] for t in tasks) / len(tasks) < 0.6
 
 
