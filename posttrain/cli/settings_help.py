@@ -167,14 +167,22 @@ def _lines(settings: Iterable[Setting], columns: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> list[str]:
-    return textwrap.wrap(
+    """Lines of at most `columns`, parted at spaces; a list without spaces that is longer is parted after a comma."""
+    then = first if then is None else then
+    out = list[str]()
+    for line in textwrap.wrap(
         text,
         columns,
         initial_indent=first,
-        subsequent_indent=first if then is None else then,
+        subsequent_indent=then,
         break_long_words=False,
         break_on_hyphens=False,
-    )
+    ):
+        while len(line) > columns and (at := line.rfind(",", len(then), columns)) > 0:
+            out.append(line[: at + 1])
+            line = then + line[at + 1 :]
+        out.append(line)
+    return out
 
 
 def _short(value: str) -> str:
