@@ -7,6 +7,7 @@ begins with it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -104,7 +105,7 @@ def _arguments(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Itera
     own = [s for g in found for s in g.settings if s.path.startswith("env.args.")]
     if own:
         names = ", ".join(f"{s.path.removeprefix('env.args.')}={_short(visible(s.now)) or 'none'}" for s in own)
-        said = f"What {visible(run.env.name)} takes: {names} (--help=env.args tells each)."
+        said = f"What {visible(run.env.name)} takes: {names} (more: --help=env.args)."
         yield from _lines([Setting("env.args.NAME", (), said, "")], columns)
 
 
@@ -167,22 +168,19 @@ def _lines(settings: Iterable[Setting], columns: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> list[str]:
-    """Lines of at most `columns`, parted at spaces; a list without spaces that is longer is parted after a comma."""
+    """Lines of at most `columns`, parted at spaces; a list without spaces that is longer is parted after its commas.
+    A word that is longer still stands whole."""
     then = first if then is None else then
-    out = list[str]()
-    for line in textwrap.wrap(
-        text,
-        columns,
-        initial_indent=first,
-        subsequent_indent=then,
-        break_long_words=False,
-        break_on_hyphens=False,
-    ):
-        while len(line) > columns and (at := line.rfind(",", len(then), columns)) > 0:
-            out.append(line[: at + 1])
-            line = then + line[at + 1 :]
-        out.append(line)
-    return out
+    lines, line, empty = list[str](), first, True
+    for word in text.split():
+        parts = [word] if len(then) + len(word) <= columns else re.findall(r"[^,]*,|[^,]+", word)
+        for i, part in enumerate(parts):
+            gap = "" if i or empty else " "
+            if not empty and len(line) + len(gap) + len(part) > columns:
+                lines.append(line)
+                line, gap = then, ""
+            line, empty = f"{line}{gap}{part}", False
+    return lines if empty else [*lines, line]
 
 
 def _short(value: str) -> str:
