@@ -127,7 +127,11 @@ def tables(found: Mapping[tuple[str, int], Mapping[str, float]]) -> list[str]:
     for title, figure, digits in (
         ("Held-out accuracy after the last step, mean over seeds", "after", 3),
         ("The same of the worst seed", "worst", 3),
-        ("Share of tokens with a push of 0, last half of the steps", "clipped", 3),
+        (
+            "Share of tokens that the trust region silences, last half of the steps; what `m2po` masks is not in it",
+            "clipped",
+            3,
+        ),
         ("Mean squared ratio, largest step and seed", "tail", 2),
         ("Least effective sample size, (mean ratio)^2 / mean squared ratio, smallest step and seed", "ess", 3),
     ):

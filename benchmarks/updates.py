@@ -227,7 +227,8 @@ def page(rows: Sequence[ArmRow]) -> str:
         "| after | held-out accuracy after the last batch, sampled at temperature 1; 0 where a check stopped the run |",
         "| worst seed | the same, of the seed that ended lowest |",
         f"| last rollouts | share of right answers on training prompts, last {LAST} batches |",
-        "| clipped | share of tokens with a push of exactly 0, or masked (`m2po`) |",
+        "| clipped | share of tokens with a push of exactly 0 by the trust region; the rows of `m2po` are older than"
+        " the gauge of what it masks (`policy/masked`), which is not in them |",
         "| ratio tail | mean squared ratio of the arm's own ratio, largest batch and seed; the ratio is that of whole"
         " answers for `gspo`, `luspo`, `vespo`, `seq_is`, `vcpo`, else of tokens |",
         "| least ESS | effective sample size as a share: (mean ratio)^2 / mean squared ratio over tokens, smallest"
