@@ -19,11 +19,13 @@ from posttrain.api.engines import keep_timeline, make_opponent
 from posttrain.api.environments import distinct
 from posttrain.api.optimizers import beside, make_optimizer
 from posttrain.api.placed import placed_engine
+from posttrain.api.ranked import lead_learner, over_ranks
 from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.api.target import open_policy
 from posttrain.checks.watch import observers, of_run
 from posttrain.controller.parts import RunParts, StageSetting, nothing_is_kept, turns_reach
+from posttrain.controller.rank_lead import RankLead
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.book import Book
@@ -249,23 +251,21 @@ def make_roles(
     env: Environment,
     judges: Sequence[ModelJudge] | None = None,
     say: Callable[[str], None] = lambda line: None,
+    lead: RankLead | None = None,
 ) -> PolicyRoles:
     """The learner, the engine (with its own copy of the weights) and the rollout of one policy.
 
     Args:
         judges: the reward models that judge. None: those of the run's rewards that it did not train itself.
         say: tells the user what happens to engines elsewhere.
+        lead: of a run over ranks, whose learner cuts the weights of the policy.
     """
-    torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
-    learner = HFLearner(
-        policy,
-        gradient_checkpointing=run.model.checkpointing,
-        offload_activations=run.model.offload_activations,
-        sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
-    )
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
-    serving = placed_engine(run, policy, renderer.decode, say)
+    serving = placed_engine(run, policy, renderer.decode, say) if lead is not None else None
+    torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
+    learner = own_learner(run, policy) if lead is None else lead_learner(run, policy, lead)
+    serving = serving or placed_engine(run, policy, renderer.decode, say)
     engine = serving.sampler
     found = RewardModels(run, policy).judges(run.env) if judges is None else tuple(judges)
     rollout = Rollout(
@@ -280,6 +280,16 @@ def make_roles(
 
     sync = Sync(learner, engine, probe_ids(policy), run.model.dtype)
     return PolicyRoles(learner, engine, renderer, rollout, sync, close)
+
+
+def own_learner(run: Run, policy: Policy) -> HFLearner:
+    """The learner of a run in one process."""
+    return HFLearner(
+        policy,
+        gradient_checkpointing=run.model.checkpointing,
+        offload_activations=run.model.offload_activations,
+        sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
+    )
 
 
 def probe_ids(policy: Policy) -> np.ndarray:
@@ -335,6 +345,7 @@ def make_parts(
     trackers: list[Tracker],
     others: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda line: None,
+    lead: RankLead | None = None,
 ) -> RunParts:
     """The parts that all stages of a run share.
 
@@ -343,7 +354,7 @@ def make_parts(
         say: tells the user of what takes long.
     """
     models, sleepers, others = RewardModels(run, policy, book.folder), Sleepers(run), others or {}
-    roles = make_roles(run, policy, env, models.judges(run.env), say)
+    roles = make_roles(run, policy, env, models.judges(run.env), say, lead)
     learner = roles.learner
     if run.model.compile:
         say("compiling the learner's layers (model.compile=true) ...")
@@ -356,7 +367,7 @@ def make_parts(
         models.close()
 
     _check_optimizers(run, list(learner.parameters()))
-    return RunParts(
+    parts = RunParts(
         run=run,
         environment=env,
         renderer=roles.renderer,
@@ -387,3 +398,4 @@ def make_parts(
         sleep=sleepers.add(roles.engine),
         forget=roles.engine.forget if isinstance(roles.engine, EmbeddedEngine) else nothing_is_kept,
     )
+    return parts if lead is None else over_ranks(parts, run, lead)

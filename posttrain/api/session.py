@@ -15,6 +15,7 @@ from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
 from posttrain.api.lineage import began_with, write_lineage
 from posttrain.api.proofs import prove_start
+from posttrain.api.ranked import leading, rank_threads
 from posttrain.api.request import RunRequest
 from posttrain.api.role_table import RoleWatch
 from posttrain.api.summary import conclude, planted_lines
@@ -138,8 +139,10 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     run, book, quiet = request.run, request.book, request.quiet
     check_drivers(run)
     check_engine(run)
-    threads = use_threads(run.threads or learner_cores(run.placement))
+    over = request.ranks.world is not None
+    threads = use_threads(rank_threads(run, request.ranks) if over else run.threads or learner_cores(run.placement))
     cleanup.callback(use_deterministic(run.deterministic))
+    lead = cleanup.enter_context(leading(run, request.ranks))
     policy = session_policy(request)
     notes = request.notes
     if book is None:
@@ -168,7 +171,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         ):
             terminal.say(line)
     say = (lambda line: None) if quiet else terminal.say
-    parts = make_parts(run, policy, request.environment, book, trackers, request.others, say)
+    parts = make_parts(run, policy, request.environment, book, trackers, request.others, say, lead)
     cleanup.callback(parts.close)
     if not quiet and isinstance(parts.sampler, EmbeddedEngine | EnginePool):
         terminal.say(parts.sampler.describe())

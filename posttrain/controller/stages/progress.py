@@ -8,6 +8,16 @@ from typing import Any
 
 from posttrain.core import tree
 from posttrain.core.open import Open
+from posttrain.core.ports import DividedState
+from posttrain.engine.fingerprint import fingerprint
+from posttrain.role.trainer import WeightOptimizer
+
+
+def state_fingerprint(optimizer: WeightOptimizer) -> str:
+    """Exact digest of an optimizer's whole state."""
+    if isinstance(optimizer, DividedState):
+        return optimizer.fingerprint()
+    return fingerprint(optimizer.state_tensors().items())
 
 
 @dataclass(frozen=True)
