@@ -17,7 +17,7 @@ import transformers
 from posttrain.api.branch import begun_with, run_source
 from posttrain.api.engines import keep_timeline, make_opponent
 from posttrain.api.environments import distinct
-from posttrain.api.optimizers import beside, make_optimizer
+from posttrain.api.optimizers import beside, make_optimizer, own_learner
 from posttrain.api.placed import placed_engine
 from posttrain.api.ranked import lead_learner, over_ranks
 from posttrain.api.request import check_lengths
@@ -38,7 +38,6 @@ from posttrain.core.stage import Stage, check_patterns
 from posttrain.core.version import VERSION
 from posttrain.engine import eight_bit
 from posttrain.engine.embedded.engine import EmbeddedEngine
-from posttrain.engine.embedded.replay import SamplerReplay
 from posttrain.engine.learner import HEADS, FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
 from posttrain.engine.readout import read_out
@@ -280,16 +279,6 @@ def make_roles(
 
     sync = Sync(learner, engine, probe_ids(policy), run.model.dtype)
     return PolicyRoles(learner, engine, renderer, rollout, sync, close)
-
-
-def own_learner(run: Run, policy: Policy) -> HFLearner:
-    """The learner of a run in one process."""
-    return HFLearner(
-        policy,
-        gradient_checkpointing=run.model.checkpointing,
-        offload_activations=run.model.offload_activations,
-        sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
-    )
 
 
 def probe_ids(policy: Policy) -> np.ndarray:

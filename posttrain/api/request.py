@@ -29,7 +29,7 @@ from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.given import Given
-from posttrain.core.over_ranks import RankOptions, check_ranks
+from posttrain.core.over_ranks import RankOptions, check_ranks, torchrun_restarts, under_torchrun
 from posttrain.core.placement import check_machine
 from posttrain.core.ports import Environment
 from posttrain.core.reader import folder_of, run_file
@@ -96,6 +96,8 @@ def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
     """The run that was asked for, checked as far as that needs no torch. Its environments live until the end of the
     block, and so does a fault that it plants."""
     with ExitStack() as closing:
+        if started_again(options):
+            recipe, overrides, options = "", (), replace(options, out=None, resume=options.out)
         asked = (resumed_run if options.resume is not None else new_run)(recipe, overrides, options)
         if asked.book is not None:
             closing.callback(asked.book.close)
@@ -114,6 +116,12 @@ def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
         check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
         check_ranks(asked.run, options.ranks)
         yield replace(asked, quiet=options.quiet, ranks=options.ranks, environments=tuple(environments), others=others)
+
+
+def started_again(options: RunOptions) -> bool:
+    """Whether torchrun has started this command again after a process died: then the run that it began goes on."""
+    again = under_torchrun() and torchrun_restarts() > 0
+    return again and options.out is not None and (Path(options.out) / "run.json").exists()
 
 
 def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:

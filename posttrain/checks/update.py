@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.checks.rank_gradient import DEAF, cotangent, silent_on_all_ranks
 from posttrain.checks.schedule import due
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
@@ -61,12 +62,12 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
     parameters = {n: p for n, p in learner.parameters().items() if not n.startswith(HEADS)}
     head = {n: p for n, p in learner.parameters().items() if n.startswith("value_head.")}
     if isinstance(learner, ShardedLearner):
-        silent = _silent_on_all_ranks(learner, packed, parameters, head)
+        silent = silent_on_all_ranks(learner, packed, parameters, head)
     else:
         scores = learner.forward(packed, entropy=False, value=bool(head))
         if head:
             _reaches_head(scores.value, head)
-        found = torch.autograd.grad(scores.logp, list(parameters.values()), _cotangent(scores.logp), allow_unused=True)
+        found = torch.autograd.grad(scores.logp, list(parameters.values()), cotangent(scores.logp), allow_unused=True)
         silent = [n for n, g in zip(parameters, found, strict=True) if g is None or not bool(g.any())]
     learner.train_mode(False)
     still = learner.score(packed)
@@ -79,32 +80,6 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
         )
 
 
-def _cotangent(logp: torch.Tensor) -> torch.Tensor:
-    return torch.linspace(0.5, 1.5, len(logp), dtype=logp.dtype, device=logp.device)
-
-
-def _silent_on_all_ranks(
-    learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
-) -> list[str]:
-    """The parameters of which no rank's rows get a gradient. Every rank calls it: their gradients are summed."""
-    scores = learner.forward(packed, entropy=False, value=bool(head))
-    total = (scores.logp * _cotangent(scores.logp)).sum()
-    (total if scores.value is None else total + scores.value.sum()).backward()
-    own = {n: p.grad is not None and bool(p.grad.any()) for n, p in {**parameters, **head}.items()}
-    for p in (*parameters.values(), *head.values()):
-        p.grad = None
-    heard = {n for one in learner.ranks.every(own) for n, any_there in one.items() if any_there}
-    if deaf := [n for n in head if n not in heard]:
-        raise InvariantError(_DEAF.format(", ".join(deaf)))
-    return [n for n in parameters if n not in heard]
-
-
-_DEAF = (
-    "{} get no gradient from the values that they make: values would stay as they are. Look for a detach, a hook, or"
-    " requires_grad=False in the value head"
-)
-
-
 def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
     deaf = [n for n, p in head.items() if not p.requires_grad]
     if not deaf and value is not None and value.requires_grad:
@@ -113,7 +88,7 @@ def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
     elif not deaf:
         deaf = list(head)
     if deaf:
-        raise InvariantError(_DEAF.format(", ".join(deaf)))
+        raise InvariantError(DEAF.format(", ".join(deaf)))
 
 
 @torch.no_grad()

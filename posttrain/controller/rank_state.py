@@ -34,7 +34,7 @@ Work = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Probe:
+class RowProbe:
     """The fixed sequence that a check scores, where `StageRoles` has its `Sync`."""
 
     probe_ids: Any
@@ -47,7 +47,7 @@ class RowRoles:
     stage: Stage
     learner: ShardedLearner
     trainer: Trainer
-    sync: Probe
+    sync: RowProbe
 
 
 @dataclass
@@ -126,7 +126,7 @@ def make_trainer(state: RankState, micro_tokens: int, version: int) -> None:
 def watch(state: RankState, stage: Stage, checks: Sequence[Observer], probe_ids: Any) -> None:
     """Take checks of the own rows, which begin now."""
     state.checks = checks
-    state.roles = RowRoles(stage, state.learner, state.trainer, Probe(probe_ids))
+    state.roles = RowRoles(stage, state.learner, state.trainer, RowProbe(probe_ids))
 
 
 def begin_check(state: RankState, number: int) -> None:
