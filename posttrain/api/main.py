@@ -6,6 +6,7 @@ there is answered at once.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -32,7 +33,7 @@ from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.given import Given
 from posttrain.core.ladders import AnyAlgorithm
-from posttrain.core.over_ranks import SECONDS, RankOptions
+from posttrain.core.over_ranks import SECONDS, RankOptions, torchrun_rank, under_torchrun
 from posttrain.core.ports import Environment
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Evaluation, Reinforce, Run
@@ -87,6 +88,10 @@ def run(
     own = None if isinstance(algorithm, str) else algorithm
     handed = HandedObjects(None if isinstance(env, str) else env, rewards, own)
     ranks = RankOptions(nproc=nproc, seconds=rank_timeout)
+    if under_torchrun() and torchrun_rank() > 0:
+        from posttrain.api.ranked import follow
+
+        sys.exit(follow(ranks))
     options = RunOptions(
         out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust, ranks=ranks, handed=handed
     )

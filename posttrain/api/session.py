@@ -43,6 +43,7 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.engine.pool.engine_pool import EnginePool
+from posttrain.engine.sharded import refuse_ranks
 from posttrain.role.weights import load_weights
 
 
@@ -144,6 +145,8 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     cleanup.callback(use_deterministic(run.deterministic))
     lead = cleanup.enter_context(leading(run, request.ranks))
     policy = session_policy(request)
+    if over:
+        refuse_ranks(policy)
     notes = request.notes
     if book is None:
         folder = request.out or new_folder(Path("runs"), run.recipe)

@@ -80,6 +80,10 @@ class RankLead:
         self._number += 1
         return self._number
 
+    def drop(self, number: int) -> None:
+        """A reference is read no more. The ranks free it when the next one is made."""
+        self.dropped.append(number)
+
     def all(self, function: Callable[..., Any], *given: Any, what: str = "") -> Any:
         """Have all ranks call `function(state, *given)`; returns what it returns here."""
         with self.ordered(what or function.__name__.replace("_", " "), (function, given)):
@@ -248,7 +252,7 @@ class LeadReference:
         self._lead, self._number = lead, lead.number()
         dropped, lead.dropped = tuple(lead.dropped), []
         self.digest: str = lead.all(together.freeze, self._number, dropped)
-        weakref.finalize(self, lead.dropped.append, self._number)
+        weakref.finalize(self, lead.drop, self._number)
 
     def _asked(self, method: str, *given: Any) -> Any:
         what = f"{method} of a reference"

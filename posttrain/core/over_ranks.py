@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError
 from posttrain.core.pieces.implicit import ImplicitOthers
+from posttrain.core.placement import Local
 from posttrain.core.preference_stage import OnlinePreference, Preference
 from posttrain.core.reinforce import Reinforce
 from posttrain.core.run import Run, Supervised
@@ -88,6 +90,11 @@ def _refusals(run: Run) -> Iterator[str]:
         yield f"model.{name}=true is not built. Leave it out"
     if model.checkpointing != "none":
         yield "model.gradient_checkpointing is not built. Leave it out"
+    if isinstance(run.engine, VLLM) and not (run.engine.server or run.engine.url) and isinstance(run.placement, Local):
+        yield (
+            "vLLM in this process opens a group of its own in torch.distributed, where the ranks have theirs. Set"
+            " engine.server=true or placement=processes"
+        )
     if run.exact:
         yield "exact=true computes log-probs with a whole model, which no rank has. Set exact=false"
     for stage in run.stages:

@@ -30,7 +30,7 @@ class RankProcesses:
         self.store = TCPStore(LOOPBACK, 0, world, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-ranks-")
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        atexit.register(self.close)
+        atexit.register(self._killed)
         for rank in range(1, world):
             told = {"rank": rank, "world": world, "port": self.store.port, "seconds": seconds}
             code = COMMAND.format(path=sys.path, module=module, **told)
@@ -65,7 +65,7 @@ class RankProcesses:
 
     def close(self, kill: bool = False) -> None:
         """End the processes: wait until they have ended by themselves, or `kill` them at once."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._killed)
         last = time.monotonic() + END_SECONDS
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -75,6 +75,9 @@ class RankProcesses:
                 process.kill()
                 process.wait()
         self._folder.cleanup()
+
+    def _killed(self) -> None:
+        self.close(kill=True)
 
     def _last_words(self, rank: int) -> str:
         with contextlib.suppress(OSError):
