@@ -30,7 +30,11 @@ from posttrain.core.algorithm import patch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import GRPO
 from posttrain.core.pieces.pull import KL
-from posttrain.core.run import Run
+from posttrain.core.placement import Processes
+from posttrain.core.preference_stage import OnlinePreference, Preference
+from posttrain.core.run import Optimizer, Run
+from posttrain.core.sampling import Sampling
+from posttrain.core.stage import Stage
 from posttrain.engine.rank_orders import RankLost
 from posttrain.engine.rank_processes import RankProcesses
 from posttrain.role.saved_parts import SavedTensors
@@ -122,6 +126,35 @@ def test_ranks_train_to_what_one_process_comes_to(whole: Path, two: Path, tmp_pa
 def test_twice_the_same(two: Path, tmp_path: Path) -> None:
     main.run(run_of(), out=tmp_path / "again", quiet=True, nproc=2)
     same_bits(two, tmp_path / "again")
+
+
+STAGES: dict[str, Stage] = {
+    "dpo": Preference(name="dpo", batch=6, steps=3, optimizer=Optimizer(lr=1e-3, warmup=1), eval=False),
+    "online": OnlinePreference(
+        name="online", prompts=6, sampling=Sampling(max_tokens=6), eval_every=0, steps=3, optimizer=Optimizer(lr=1e-3)
+    ),
+}
+"""Further kinds of stage, each after the imitation."""
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_preferences_over_ranks(kind: str, tmp_path: Path) -> None:
+    run = replace(run_of(), stages=(run_of().stages[0], STAGES[kind]))
+    main.run(run, out=tmp_path / "one", quiet=True)
+    main.run(run, out=tmp_path / "two", quiet=True, nproc=2)
+    gap = apart(tmp_path / "one", tmp_path / "two")
+    print(f"{kind}: a weight differs by at most {gap:.2g} (bound {BOUND:g})")
+    assert gap <= BOUND and said(tmp_path / "one") == said(tmp_path / "two")
+
+
+@pytest.mark.parametrize("transport", ["shared", "collective"])
+def test_engines_in_processes_get_the_weights_of_all_ranks(transport: Any, two: Path, tmp_path: Path) -> None:
+    """Two ranks and two engines, each in a process of its own: the bits of two ranks with an engine beside rank 0."""
+    run = replace(run_of(), placement=Processes(engines=2, transport=transport))
+    main.run(run, out=tmp_path / "placed", quiet=True, nproc=2)
+    one, other = tensors(two), tensors(tmp_path / "placed")
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    assert said(two) == said(tmp_path / "placed")
 
 
 # --- cut and resumed --------------------------------------------------------------------------------------------------
