@@ -36,7 +36,7 @@ from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_world
 from posttrain.core.run import Run
 from posttrain.engine import attention
 from posttrain.engine.models import Policy
-from posttrain.engine.rank_orders import Store, met
+from posttrain.engine.rank_orders import RankLost, Store, met
 from posttrain.engine.rank_processes import RankProcesses
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_reference import Mould
@@ -88,9 +88,13 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
             processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds)
             closing.callback(processes.close, kill=True)
             store = processes.store
-        lead = RankLead(
-            closing.enter_context(met(store, 0, world, options.seconds, processes is not None)), store, processes
-        )
+            processes.await_all(options.seconds)
+        try:
+            ranks = closing.enter_context(met(store, 0, world, options.seconds, processes is not None))
+        except RuntimeError as error:
+            why = processes.gone() if processes is not None else ""
+            raise RankLost(f"the ranks did not meet: {why or error}. Nothing was begun: start again") from error
+        lead = RankLead(ranks, store, processes)
         closing.callback(lead.close)
         yield lead
 

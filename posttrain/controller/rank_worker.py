@@ -20,7 +20,7 @@ from posttrain.algorithm.losses import Loss
 from posttrain.controller.rank_state import RankState
 from posttrain.core.batch import Batch
 from posttrain.core.errors import PosttrainError
-from posttrain.engine.rank_orders import LOOPBACK, OrdersEnded, RankOrders, Store, met
+from posttrain.engine.rank_orders import HERE, LOOPBACK, OrdersEnded, RankOrders, Store, met
 from posttrain.role.events import Event, Observers, PackedEvent
 from posttrain.role.passes import Needs
 from posttrain.role.trainer import NonFiniteGradient
@@ -39,6 +39,7 @@ class Proceed:
 def serve(rank: int, world: int, port: int, seconds: float) -> None:
     """What a process that the run has started on this machine runs."""
     store = TCPStore(LOOPBACK, port, world, is_master=False)
+    store.set(HERE.format(rank), "1")
     sys.exit(work(store, rank, world, seconds, local=True))
 
 

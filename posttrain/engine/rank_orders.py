@@ -25,6 +25,8 @@ from posttrain.engine.process_ranks import ProcessRanks
 LONG = timedelta(days=365)
 """How long a rank waits for its next order. It ends with the store, or with torchrun."""
 END = "end"
+HERE = "here/{}"
+"""The key by which a rank says that it has begun."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from posttrain.engine.rank_orders import LOOPBACK
+from posttrain.engine.rank_orders import HERE, LOOPBACK, RankLost
 
 COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({rank}, {world}, {port}, {seconds})"
 LOG_LINES = 12
@@ -47,6 +47,29 @@ class RankProcesses:
     def pids(self) -> dict[int, int]:
         """The number of each rank's process."""
         return {rank: p.pid for rank, p in self._processes.items()}
+
+    def await_all(self, seconds: float) -> None:
+        """Wait until every rank says that it is here (`here`).
+
+        Raises:
+            RankLost: one ended before, or did not come in time.
+        """
+        last = time.monotonic() + seconds
+        for rank in self._processes:
+            while not self.store.check([HERE.format(rank)]):
+                if how := self.ended(rank):
+                    raise RankLost(f"rank {rank} is gone before its first order: {how}. Nothing was begun: start again")
+                if time.monotonic() > last:
+                    raise RankLost(
+                        f"rank {rank} did not begin within {seconds:g} s (--rank-timeout); its process"
+                        f" {'is stopped' if self.stopped(rank) else 'lives'}. Nothing was begun: start again"
+                    )
+                time.sleep(0.02)
+
+    def gone(self) -> str:
+        """The first rank whose process has ended, and how; '' where all live."""
+        found = ((rank, self.ended(rank)) for rank in self._processes)
+        return next((f"rank {rank} is gone: {how}" for rank, how in found if how), "")
 
     def ended(self, rank: int) -> str:
         """How the process of a rank ended, in words; '' where it lives."""

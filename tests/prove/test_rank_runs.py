@@ -258,11 +258,11 @@ def test_a_rank_killed_at_any_instant(two: Path, tmp_path: Path, monkeypatch: py
         with watched(monkeypatch) as made:
             thread = signalled(made, float(instant), signal.SIGKILL)
             try:
-                go_on(folder, run_of(), nproc=2)
+                go_on(folder, run_of(), nproc=2, rank_timeout=30.0)
             except RankLost as error:
                 lost += 1
                 assert "rank 1 is gone" in str(error) and "SIGKILL" in str(error), error
-                assert "--resume" in str(error)
+                assert "--resume" in str(error) or not (folder / "run.json").exists()
             else:
                 finished += 1  # the kill came after its end
                 same_bits(two, folder)
