@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -46,6 +46,7 @@ from posttrain.role.events import (
 from posttrain.role.passes import Needs
 from posttrain.role.trainer import NonFiniteGradient, Trainer
 
+T = TypeVar("T")
 SETTLE = 3.0
 """Seconds after a lost exchange in which the other ranks say why they ended."""
 
@@ -191,35 +192,46 @@ class LeadLearner(ShardedLearner):
             )
         return super().forward(packed, **asked)
 
-    def _asked(self, method: str, *given: Any) -> Any:
+    def _do(self, method: str, *given: Any) -> Any:
+        """A method on all ranks: ordered, or called here while all do the same."""
+        if self._lead.busy:
+            return getattr(super(), method)(*given)
         return self._lead.all(together.ask_learner, method, given, what=f"{method} of the learner")
 
+    def _together(self, function: Callable[[], T]) -> T:
+        if not self._lead.busy:
+            raise InvariantError("a method of the learner over ranks reads whole weights, and was not ordered of all")
+        return super()._together(function)
+
     def score(self, packed: Packed) -> np.ndarray:
-        return super().score(packed) if self._lead.busy else self._asked("score", packed)
+        return self._do("score", packed)
+
+    def packed_score(self, packed: Packed) -> np.ndarray:
+        return self._do("packed_score", packed)
 
     def value(self, packed: Packed) -> np.ndarray:
-        return super().value(packed) if self._lead.busy else self._asked("value", packed)
+        return self._do("value", packed)
 
     def rewards(self, packed: Packed) -> np.ndarray:
-        return super().rewards(packed) if self._lead.busy else self._asked("rewards", packed)
+        return self._do("rewards", packed)
 
     def entropy(self, packed: Packed) -> np.ndarray:
-        return super().entropy(packed) if self._lead.busy else self._asked("entropy", packed)
+        return self._do("entropy", packed)
 
     def energy(self, packed: Packed) -> np.ndarray:
-        return super().energy(packed) if self._lead.busy else self._asked("energy", packed)
+        return self._do("energy", packed)
 
     def collision(self, packed: Packed) -> np.ndarray:
-        return super().collision(packed) if self._lead.busy else self._asked("collision", packed)
+        return self._do("collision", packed)
 
     def top(self, packed: Packed, k: int) -> Top:
-        return super().top(packed, k) if self._lead.busy else self._asked("top", packed, k)
+        return self._do("top", packed, k)
 
     def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
-        return super().odds(packed, temperatures) if self._lead.busy else self._asked("odds", packed, temperatures)
+        return self._do("odds", packed, temperatures)
 
     def fingerprint(self) -> str:
-        return super().fingerprint() if self._lead.busy else self._asked("fingerprint")
+        return self._do("fingerprint")
 
     def shards(self) -> Iterator[Shard]:
         """The parts of all ranks, in buckets; this rank's own while all do the same."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from posttrain.controller.rank_lead import LeadLearner, LeadReference
 from posttrain.core.adapter import Lora
 from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
@@ -17,6 +18,9 @@ from posttrain.core.ranks import ALONE, of_every
 from posttrain.core.rejection import Rejection
 from posttrain.core.run import Optimizer, Run
 from posttrain.core.shards import Shard
+from posttrain.engine.learner import FrozenScorer
+from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded_reference import ShardedReference
 from posttrain.role.saved_parts import SavedTensors, part_files, write_part
 from tests.tiny import MODEL, tiny_run
 
@@ -137,3 +141,13 @@ def test_parts_that_are_missing_or_damaged(tmp_path: Path) -> None:
     write_part(path, [Shard("w", WHOLE["w"][:1], (7, 3), (3, 0))], 1, 3)
     with pytest.raises(RunFolderError, match="numbers of 'w' are there"):
         SavedTensors(path).tensor("w")
+
+
+def test_rank_0_orders_whatever_reads_whole_weights() -> None:
+    """A method of the learner over ranks that somebody adds is one of rank 0 too: alone it would wait for ever."""
+    codes = {n: getattr(f, "__code__", None) for n, f in vars(ShardedLearner).items()}
+    read = {n for n, code in codes.items() if code is not None and "_together" in code.co_names}
+    assert {"score", "packed_score", "entropy"} <= read
+    assert read | {"shards", "fingerprint", "forward"} <= vars(LeadLearner).keys()
+    kept = {n for n in vars(FrozenScorer) if not n.startswith("_")}
+    assert kept <= vars(LeadReference).keys() and kept <= vars(ShardedReference).keys()
