@@ -12,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from posttrain.controller import rank_worker
 from posttrain.core.batch import Batch
@@ -101,12 +102,12 @@ def _rate_of_its_own(rank: int) -> Any:
 
 
 def _another_minibatch(rank: int) -> Any:
-    """The last rank turns the weights of its minibatch around."""
+    """The last rank weighs its minibatch otherwise."""
     real = trainers.Trainer.step
 
     def step(self: Any, batch: Batch, *given: Any, **named: Any) -> Any:
         if self.ranks.rank == self.ranks.world - 1 and WEIGHT in batch:
-            batch = batch.having({WEIGHT: batch[WEIGHT][::-1].copy()})
+            batch = batch.having({WEIGHT: batch[WEIGHT] * 1.001})
         return real(self, batch, *given, **named)
 
     return patch.object(trainers.Trainer, "step", step)
@@ -126,12 +127,14 @@ def _part_of_another_version(rank: int) -> Any:
 
 def _rank_not_in_the_sum(rank: int) -> Any:
     """The last rank sums zeros in place of its gradient."""
-    real = dist.reduce_scatter_tensor
+    real = collectives.dist.reduce_scatter_single
 
-    def summed(output: Any, input: Any, *given: Any, **named: Any) -> Any:
-        return real(output, input * (rank != dist.get_world_size() - 1), *given, **named)
+    def summed(*given: Any, **named: Any) -> Any:
+        if rank == dist.get_world_size() - 1:
+            named["input"].zero_()
+        return real(*given, **named)
 
-    return patch.object(dist, "reduce_scatter_tensor", summed)
+    return patch.object(collectives.dist, "reduce_scatter_single", summed)
 
 
 FAULTS: dict[str, tuple[Callable[[int], Any], str]] = {

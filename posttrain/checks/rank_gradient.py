@@ -17,7 +17,7 @@ DEAF = (
     "{} get no gradient from the values that they make: values would stay as they are. Look for a detach, a hook, or"
     " requires_grad=False in the value head"
 )
-MOVED = 0.02
+MOVED = 0.005
 """Nats by which the weighted sum of the log-probs shall change where the weights are moved along its gradient: far
 above rounding, and small enough that the change is linear."""
 BOUND = 0.1

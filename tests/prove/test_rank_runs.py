@@ -377,7 +377,9 @@ def test_a_planted_fault_stops_the_run(name: str, tmp_path: Path, monkeypatch: p
     """By name, whatever rank sees it first, before the run ends. The healthy runs above are the same without it."""
     monkeypatch.setattr(ranked, "WORKER", rank_faults.__name__)
     monkeypatch.setenv(rank_faults.PLANTED, name)
-    run = replace(run_of(), stages=run_of().stages[:1])
+    sft, rl = run_of(steps=1).stages
+    sft = replace(sft, batch=7)  # an odd number of units over two ranks
+    run = replace(run_of(), stages=(sft, rl) if name == "a part is of another version" else (sft,))
     with rank_faults.planted(name, 0), pytest.raises((InvariantError, RankLost)) as found:
         main.run(run, out=tmp_path / "run", quiet=True, nproc=2, rank_timeout=30.0)
     print(found.value)
