@@ -12,7 +12,6 @@ from unittest.mock import patch
 import numpy as np
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from posttrain.controller import rank_worker
 from posttrain.core.batch import Batch
@@ -127,14 +126,14 @@ def _part_of_another_version(rank: int) -> Any:
 
 def _rank_not_in_the_sum(rank: int) -> Any:
     """The last rank sums zeros in place of its gradient."""
-    real = collectives.dist.reduce_scatter_single
+    real = dist.reduce_scatter_single
 
     def summed(*given: Any, **named: Any) -> Any:
         if rank == dist.get_world_size() - 1:
             named["input"].zero_()
         return real(*given, **named)
 
-    return patch.object(collectives.dist, "reduce_scatter_single", summed)
+    return patch.object(dist, "reduce_scatter_single", summed)
 
 
 FAULTS: dict[str, tuple[Callable[[int], Any], str]] = {
