@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -36,7 +36,7 @@ from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_world
 from posttrain.core.run import Run
 from posttrain.engine import attention
 from posttrain.engine.models import Policy
-from posttrain.engine.rank_orders import RankLost, Store, met
+from posttrain.engine.rank_orders import END, HERE, LONG, RankLost, Store, met
 from posttrain.engine.rank_processes import RankProcesses
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_reference import Mould
@@ -83,6 +83,7 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
     with ExitStack() as closing:
         if under_torchrun():
             world, processes, store = torchrun_world(), None, torchrun_store(options)
+            store.set(HERE.format(0), "1")
         else:
             world = options.world
             processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds)
@@ -101,7 +102,17 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
 
 def follow(options: RankOptions) -> int:
     """A process of torchrun that is not rank 0: do what rank 0 orders; returns the exit code."""
-    return work(torchrun_store(options), torchrun_rank(), torchrun_world(), options.seconds)
+    store = torchrun_store(options)
+    store.wait([HERE.format(0)], LONG)
+    if store.get(HERE.format(0)).decode() == END:
+        return 0
+    return work(store, torchrun_rank(), torchrun_world(), options.seconds)
+
+
+def dismiss(options: RankOptions) -> None:
+    """Rank 0 of torchrun ends with an error: let go of ranks that still wait for it to begin."""
+    with suppress(Exception):
+        torchrun_store(options).set(HERE.format(0), END)
 
 
 def torchrun_store(options: RankOptions) -> Store:

@@ -95,6 +95,19 @@ class RunRequest:
 def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
     """The run that was asked for, checked as far as that needs no torch. Its environments live until the end of the
     block, and so does a fault that it plants."""
+    try:
+        with _prepared(recipe, overrides, options) as request:
+            yield request
+    except BaseException:
+        if under_torchrun():  # the other ranks wait for this one
+            from posttrain.api.ranked import dismiss
+
+            dismiss(options.ranks)
+        raise
+
+
+@contextmanager
+def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
     with ExitStack() as closing:
         if started_again(options):
             recipe, overrides, options = "", (), replace(options, out=None, resume=options.out)
