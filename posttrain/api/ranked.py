@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from posttrain import faults
@@ -32,7 +33,7 @@ from posttrain.controller.rank_worker import work
 from posttrain.core import seeds
 from posttrain.core.errors import EngineError
 from posttrain.core.machine import cores
-from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_world, under_torchrun
+from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
 from posttrain.core.run import Run
 from posttrain.engine import attention
 from posttrain.engine.models import Policy
@@ -116,8 +117,9 @@ def dismiss(options: RankOptions) -> None:
 
 
 def torchrun_store(options: RankOptions) -> Store:
-    """Where the processes of torchrun meet."""
-    return next(iter(rendezvous("env://", timeout=timedelta(seconds=options.seconds))))[0]
+    """Where the processes of torchrun meet. Keys of an attempt before, whose ranks died, are of no use to this one."""
+    store = next(iter(rendezvous("env://", timeout=timedelta(seconds=options.seconds))))[0]
+    return PrefixStore(f"posttrain-{torchrun_restarts()}", store)
 
 
 def rank_threads(run: Run, options: RankOptions) -> int:
