@@ -20,13 +20,13 @@ from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.watch import checks_of
 from posttrain.controller.parts import RunParts
+from posttrain.controller.rank_checks import rank_observers
 from posttrain.controller.rank_lead import (
     LeadLearner,
     LeadReference,
     RankLead,
     lead_optimizer,
     lead_trainer,
-    rank_observers,
 )
 from posttrain.controller.rank_state import RankState
 from posttrain.controller.rank_worker import work

@@ -21,10 +21,10 @@ from posttrain.controller.rank_state import RankState
 from posttrain.controller.rank_worker import EXCHANGE, Proceed, StepOrder, of_exchange
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
-from posttrain.core.gauge import Gauges, Step
+from posttrain.core.gauge import Gauges
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
-from posttrain.core.stage import Optimizer, Stage
+from posttrain.core.stage import Optimizer
 from posttrain.core.types import Top
 from posttrain.engine.gather import gathered
 from posttrain.engine.models import Policy
@@ -35,11 +35,7 @@ from posttrain.engine.rank_processes import RankProcesses
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.role.events import (
     UNOBSERVED,
-    DifferentiatedEvent,
     Event,
-    LearnedEvent,
-    Observer,
-    ObserverReport,
     Observers,
     PackedEvent,
 )
@@ -241,7 +237,7 @@ class LeadLearner(ShardedLearner):
         with self._lead.ordered("gather the weights", (together.send_weights, ())):
             yield from gathered(super().shards(), self.ranks, self._lead.state.version)
 
-    # --- kept and put back (`core.ports.DividedWeights`) --------------------------------------------------------------
+    # --- kept and put back (`core.divided.DividedWeights`) ------------------------------------------------------------
 
     def write_weights(self, folder: Path) -> None:
         self._lead.all(together.write_weights, str(folder.resolve()))
@@ -288,7 +284,7 @@ class LeadReference:
 
 class LeadOptimizer(StageOptimizer):
     """The optimizer on rank 0. Its state is written, read and fingerprinted by all ranks
-    (`core.ports.DividedState`)."""
+    (`core.divided.DividedState`)."""
 
     lead: RankLead
 
@@ -354,56 +350,3 @@ class LeadObservers(Observers):
         self._inner.emit(event)
         self._lead.state.event = None
         self._lead.proceed()
-
-
-class RowCheck(Observer):
-    """A check that every rank makes of its own rows: of gradients, moments and weights. `number`: among those."""
-
-    def __init__(self, inner: Observer, number: int, lead: RankLead) -> None:
-        self.inner, self._number, self._lead = inner, number, lead
-
-    def needs(self, roles: Any, event: PackedEvent) -> Needs:
-        return self.inner.needs(roles, event)
-
-    async def begin(self, roles: Any) -> None:
-        lead = self._lead
-        lead.state.roles = roles
-        if self._number == 0:
-            others = together.watch, (roles.stage, lead.state.checks, roles.sync.probe_ids)
-            with lead.ordered("take checks", others):
-                pass
-        with lead.ordered(f"begin {type(self.inner).__name__}", (together.begin_check, (self._number,))):
-            await self.inner.begin(roles)
-
-    def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
-        if not isinstance(event, DifferentiatedEvent | LearnedEvent):
-            return self.inner.on_event(roles, event)
-        return self._lead.all(together.check_rows, self._number, what=f"{type(self.inner).__name__} of the own rows")
-
-    async def after(self, roles: Any, step: Step) -> ObserverReport | None:
-        return await self.inner.after(roles, step)
-
-    def on_line(self, roles: Any, step: Step) -> ObserverReport | None:
-        return self.inner.on_line(roles, step)
-
-    def end(self) -> None:
-        self.inner.end()
-
-    def state(self) -> dict[str, Any]:
-        return self.inner.state()
-
-
-def row_checks(lead: RankLead, found: Sequence[Observer], kinds: tuple[type[Observer], ...]) -> Observers:
-    """The observers of a stage, with those of these kinds on every rank."""
-    own = [one for one in found if isinstance(one, kinds)]
-    lead.state.checks = own
-    return Observers([RowCheck(one, own.index(one), lead) if one in own else one for one in found])
-
-
-def rank_observers(
-    lead: RankLead,
-    checks: Callable[[Stage, Sequence[Step], Mapping[str, Any]], Sequence[Observer]],
-    kinds: tuple[type[Observer], ...],
-) -> Callable[[Stage, Sequence[Step], Mapping[str, Any]], Observers]:
-    """`RunParts.observe` of a run over ranks."""
-    return lambda stage, steps, kept: row_checks(lead, checks(stage, steps, kept), kinds)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from posttrain.core.divided import DividedState, DividedWeights
 from posttrain.core.errors import RunFolderError
-from posttrain.core.ports import DividedState, DividedWeights, Learner
+from posttrain.core.ports import Learner
 from posttrain.role.saved_parts import SavedTensors, part_files
 from posttrain.role.trainer import WeightOptimizer
 

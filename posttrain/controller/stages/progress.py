@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.core import tree
+from posttrain.core.divided import DividedState
 from posttrain.core.open import Open
-from posttrain.core.ports import DividedState
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.role.trainer import WeightOptimizer
 
