@@ -19,7 +19,7 @@ from posttrain.api.engines import keep_timeline, make_opponent
 from posttrain.api.environments import distinct
 from posttrain.api.optimizers import beside, make_optimizer, own_learner
 from posttrain.api.placed import placed_engine
-from posttrain.api.ranked import lead_learner, over_ranks
+from posttrain.api.ranked import lead_learner
 from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.api.target import open_policy
@@ -317,6 +317,11 @@ def _say_judges(roles: PolicyRoles, say: Callable[[str], None]) -> None:
         say(line)
 
 
+def _compile(learner: HFLearner, policy: Policy, say: Callable[[str], None]) -> None:
+    say("compiling the learner's layers (model.compile=true) ...")
+    say(learner.compile(packed_text(probe_ids(policy))))
+
+
 def _check_optimizers(run: Run, parameters: list[str]) -> None:
     """ConfigError for a pattern that fits no parameter, or an optimizer whose package is not installed."""
     for stage in run.stages:
@@ -346,8 +351,7 @@ def make_parts(
     roles = make_roles(run, policy, env, models.judges(run.env), say, lead)
     learner = roles.learner
     if run.model.compile:
-        say("compiling the learner's layers (model.compile=true) ...")
-        say(learner.compile(packed_text(probe_ids(policy))))
+        _compile(learner, policy, say)
     _say_judges(roles, say)
 
     def close() -> None:
@@ -356,7 +360,7 @@ def make_parts(
         models.close()
 
     _check_optimizers(run, list(learner.parameters()))
-    parts = RunParts(
+    return RunParts(
         run=run,
         environment=env,
         renderer=roles.renderer,
@@ -387,4 +391,3 @@ def make_parts(
         sleep=sleepers.add(roles.engine),
         forget=roles.engine.forget if isinstance(roles.engine, EmbeddedEngine) else nothing_is_kept,
     )
-    return parts if lead is None else over_ranks(parts, run, lead)

@@ -15,7 +15,7 @@ from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
 from posttrain.api.lineage import began_with, write_lineage
 from posttrain.api.proofs import prove_start
-from posttrain.api.ranked import leading, rank_threads
+from posttrain.api.ranked import leading, over_ranks, rank_threads
 from posttrain.api.request import RunRequest
 from posttrain.api.role_table import RoleWatch
 from posttrain.api.summary import conclude, planted_lines
@@ -175,6 +175,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
             terminal.say(line)
     say = (lambda line: None) if quiet else terminal.say
     parts = make_parts(run, policy, request.environment, book, trackers, request.others, say, lead)
+    parts = parts if lead is None else over_ranks(parts, run, lead)
     cleanup.callback(parts.close)
     if not quiet and isinstance(parts.sampler, EmbeddedEngine | EnginePool):
         terminal.say(parts.sampler.describe())
