@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from posttrain.cli.command import Subparsers, add_command, add_trust
@@ -51,6 +51,21 @@ def add(sub: Subparsers) -> None:
         help="start although fault=NAME plants a bug on purpose (posttrain faults lists them); its numbers mean "
         "nothing",
     )
+    _add_ranks(p)
+    add_trust(p)
+    p.add_argument(
+        "-h",
+        "--help",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="this text; after a recipe's name its main settings, and with NAME those of a group, one setting, or all",
+    )
+    p.usage = "posttrain run [RECIPE] [key=value ...] [--out FOLDER]\n       posttrain run --resume RUN [key=value ...]"
+    p.set_defaults(text=p.format_help)
+
+
+def _add_ranks(p: ArgumentParser) -> None:
     p.add_argument(
         "--nproc",
         type=int,
@@ -65,17 +80,6 @@ def add(sub: Subparsers) -> None:
         metavar="SECONDS",
         help="how long a rank waits for the others before the run stops and says for whom (default: %(default)g)",
     )
-    add_trust(p)
-    p.add_argument(
-        "-h",
-        "--help",
-        nargs="?",
-        const="",
-        metavar="NAME",
-        help="this text; after a recipe's name its main settings, and with NAME those of a group, one setting, or all",
-    )
-    p.usage = "posttrain run [RECIPE] [key=value ...] [--out FOLDER]\n       posttrain run --resume RUN [key=value ...]"
-    p.set_defaults(text=p.format_help)
 
 
 def run(o: Namespace) -> int:
