@@ -26,8 +26,8 @@ from posttrain.engine.learner import HFLearner
 from posttrain.engine.loss_scale import FIRST, PATIENCE, LossScale
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.readout import ReadOut, read_out
-from posttrain.faults import find
 from posttrain.engine.wide_head import prove_logits, prove_logprobs
+from posttrain.faults import find
 from posttrain.role.rollout import Rollout
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
