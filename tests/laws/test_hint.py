@@ -89,6 +89,10 @@ class Mind:
         rows = self.rows(packed).detach().numpy()
         return rows[np.arange(packed.spoken), packed.target_M].astype(np.float32)
 
+    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
+        assert list(names) == ["score"]
+        return {"score": self.score(packed)}
+
     def top(self, packed: Packed, k: int) -> Top:
         rows = self.rows(packed).detach().numpy()
         order = np.argsort(-rows, axis=1, kind="stable")[:, : min(k or VOCABULARY, VOCABULARY)]
