@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -204,6 +204,9 @@ class LeadLearner(ShardedLearner):
 
     def packed_score(self, packed: Packed) -> np.ndarray:
         return self._do("packed_score", packed)
+
+    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
+        return self._do("examine", packed, tuple(names))
 
     def value(self, packed: Packed) -> np.ndarray:
         return self._do("value", packed)
