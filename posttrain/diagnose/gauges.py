@@ -336,9 +336,7 @@ REGISTRY: dict[str, Definition] = {
         "share of tokens silenced above the trust region", "share", "< 0.2; 0 with one optimizer step a step"
     ),
     "policy/heard": Definition(
-        "log-prob of what the policy was told between its turns, mean over these tokens; where imitate.of=heard",
-        "nats",
-        "rises as the policy learns to foresee it",
+        "mean log-prob of what the policy was told between its turns (imitate.of=heard)", "nats", "rises"
     ),
     "policy/masked": Definition(
         "share of tokens masked by the choice of tokens (tokens=...); where it masks any", "share", "no band"
@@ -393,9 +391,7 @@ REGISTRY: dict[str, Definition] = {
     **VALUES,
     "correction/raw": Definition("start / mu before truncation, mean over tokens", "1", "near 1"),
     "correction/used": Definition("what multiplies the push, mean over tokens", "1", "near 1"),
-    "correction/used_square": Definition(
-        "its square; effective share of tokens = used^2 / used_square", "1", "near used^2"
-    ),
+    "correction/used_square": Definition("its square; effective share = used^2 / used_square", "1", "near used^2"),
     "correction/silenced": Definition("share of tokens whose correction is 0", "share", "< 0.05"),
     **ENGINE,
     **AHEAD,
