@@ -19,6 +19,7 @@ from posttrain.api.engines import keep_timeline, make_opponent
 from posttrain.api.environments import distinct
 from posttrain.api.optimizers import beside, make_optimizer
 from posttrain.api.placed import placed_engine
+from posttrain.api.placed_environments import PlacedEnvironments, placed_environments
 from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.api.target import open_policy
@@ -288,11 +289,13 @@ def probe_ids(policy: Policy) -> np.ndarray:
     return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)
 
 
-def _own_rollout(run: Run, stage: Stage, models: RewardModels, rollout: Rollout, env: Environment) -> Rollout:
+def _own_rollout(
+    run: Run, stage: Stage, models: RewardModels, rollout: Rollout, env: Environment, elsewhere: PlacedEnvironments
+) -> Rollout:
     """The rollout of a stage with its own environment."""
     own = run.env_of(stage)
     judges = rollout.judges if own.rewards == run.env.rewards else models.judges(own)
-    return replace(rollout, environment=env, limits=own.limits, judges=judges)
+    return replace(rollout, environment=env, limits=own.limits, judges=judges, plays=elsewhere.player(env))
 
 
 @dataclass
@@ -344,6 +347,12 @@ def make_parts(
     """
     models, sleepers, others = RewardModels(run, policy, book.folder), Sleepers(run), others or {}
     roles = make_roles(run, policy, env, models.judges(run.env), say)
+    try:
+        elsewhere = placed_environments(run, env, others, roles.engine, say)
+    except BaseException:
+        roles.close()
+        raise
+    rollout = replace(roles.rollout, plays=elsewhere.player(env))
     learner = roles.learner
     if run.model.compile:
         say("compiling the learner's layers (model.compile=true) ...")
@@ -352,6 +361,7 @@ def make_parts(
 
     def close() -> None:
         keep_timeline(roles.engine, book.folder)
+        elsewhere.close()
         roles.close()
         models.close()
 
@@ -362,7 +372,7 @@ def make_parts(
         renderer=roles.renderer,
         learner=learner,
         sampler=roles.engine,
-        rollout=roles.rollout,
+        rollout=rollout,
         sync=roles.sync,
         book=book,
         stop_ids=policy.stop_ids,
@@ -374,7 +384,7 @@ def make_parts(
         optimize=partial(make_optimizer, run.model, learner),
         beside=partial(beside, run, learner),
         settings={
-            s.name: StageSetting(others[s.name], _own_rollout(run, s, models, roles.rollout, others[s.name]))
+            s.name: StageSetting(others[s.name], _own_rollout(run, s, models, rollout, others[s.name], elsewhere))
             for s in run.stages
             if s.name in others
         },
