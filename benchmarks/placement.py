@@ -7,9 +7,10 @@ steps, in one run.
 A step is 32 prompts x 8 answers of one turn, `staleness=1`, so the engine says the answers of the next step while the
 learner computes. Ask and learn are what each of the two processes computed, measured while the other worked: the
 engine's forward passes and draws, and the learner's processor time, which has the answers that it takes apart and
-judges (its clock counts them as `rollout`; *without rollout* is the step without that). With both at work all the time a step takes max(ask, learn). With
-`placement.cores=1` the engine keeps to the last core, and the learner to the first. The last side also has
-`placement.environments=1`: episodes are played in a third process, on the engine's core.
+judges. Its clock counts these as `rollout`, with the time that it waits; *without rollout* is the step without both.
+With both at work all the time a step takes max(ask, learn). With `placement.cores=1` the engine keeps to the last core,
+and the learner to the first. The last side also has `placement.environments=1`: episodes are played in a third process,
+on the engine's core.
 """
 
 from __future__ import annotations

@@ -306,13 +306,14 @@ class EnvironmentPool:
             host, started = self._new(number)
             try:
                 await self._waits.until(asyncio.wrap_future(started), "the run", f"the start of a new {process.name}")
-                return process.begin(host)
+                process.begin(host)
+                return
             except EngineDied as death:
                 if not left:
                     self._broken = EngineError(f"{process.name} dies whenever it is started anew: {death}")
             except Exception as error:
                 self._broken = error
-                return None
+                return
             finally:
                 if process.host is not host:
                     host.close()
