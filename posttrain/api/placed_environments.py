@@ -111,7 +111,7 @@ def _sent(config: Env, env: Environment) -> Env | Environment:
         ConfigError: it cannot be sent.
     """
     if not is_inline(config.name) and not is_inline(config.prompts):
-        return replace(config, rewards=(), measured=())
+        return replace(config, rewards=(), measured=False)
     try:
         if source_file(type(env)) is None:
             raise TypeError(f"class {type(env).__name__} was defined in the program itself")

@@ -10,14 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from posttrain.api.environments import make_environment, own_environments
+from posttrain.api.placed_environments import _sent, placed_environments
 from posttrain.core.asker import Asker, DeadLetter, asked_for
+from posttrain.core.env import Env, Reward
 from posttrain.core.errors import ConfigError, EngineError, InvariantError
-from posttrain.core.placement import Processes
+from posttrain.core.placement import Local, Processes
+from posttrain.core.ports import Sampler
 from posttrain.core.stop import Stop
 from posttrain.core.types import Task
 from posttrain.engine.pool import environment_pool
@@ -26,6 +31,8 @@ from posttrain.engine.pool.environment_pool import EnvironmentPool, PlayedDiffer
 from posttrain.engine.pool.host import EngineHost
 from posttrain.engine.pool.played import EnvironmentStart
 from tests.rooms.environment_parts import MARKS, Counts, WrittenTalk, counting
+from tests.rooms.pool_parts import KnownSampler
+from tests.tiny import tiny_run
 
 
 @contextmanager
@@ -57,6 +64,7 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+LONG = pytest.mark.prove
 KINDS = ("plain", "raises", "seats", "refused")
 
 
@@ -82,6 +90,7 @@ def test_an_episode_elsewhere_is_the_one_played_here() -> None:
     asyncio.run(play())
 
 
+@LONG
 def test_whoever_is_killed_no_turn_is_said_twice(marks: Path) -> None:
     """Every third episode kills its process once: all conversations are those of a run that lost nobody."""
     tasks = [task("dies" if i % 3 == 0 else "plain", i) for i in range(12)]
@@ -103,6 +112,7 @@ def test_whoever_is_killed_no_turn_is_said_twice(marks: Path) -> None:
     asyncio.run(play())
 
 
+@LONG
 def test_a_deadly_episode_fails_alone_and_by_name() -> None:
     async def one(pool: EnvironmentPool, t: Task) -> tuple[str, str]:
         with asked_for(Asker("train", t.id, 1, 2)):
@@ -120,6 +130,7 @@ def test_a_deadly_episode_fails_alone_and_by_name() -> None:
     asyncio.run(play())
 
 
+@LONG
 def test_an_environment_that_plays_otherwise_the_second_time_fails_its_episode_by_name() -> None:
     async def play() -> None:
         with pool_of() as pool:
@@ -130,6 +141,7 @@ def test_an_environment_that_plays_otherwise_the_second_time_fails_its_episode_b
     asyncio.run(play())
 
 
+@LONG
 def test_a_state_that_cannot_travel_is_refused_by_name() -> None:
     async def play() -> None:
         sentence = r"leaves a state that cannot be sent .*placement.environments=0"
@@ -157,6 +169,7 @@ def test_an_episode_that_is_given_up_is_given_up_there_too() -> None:
     asyncio.run(play())
 
 
+@LONG
 def test_a_stall_names_the_episode_and_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a turn that is being said does not count."""
     monkeypatch.setattr(environment_pool, "WATCH_EVERY", 0.1)
@@ -172,6 +185,7 @@ def test_a_stall_names_the_episode_and_the_process(monkeypatch: pytest.MonkeyPat
     asyncio.run(play())
 
 
+@LONG
 def test_a_process_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_pool, "WATCH_EVERY", 0.1)
 
@@ -191,6 +205,7 @@ def broken() -> list[Any]:
     raise ConfigError("there is no such world")
 
 
+@LONG
 def test_a_start_that_fails_tells_its_cause() -> None:
     with pytest.raises(ConfigError, match="there is no such world"), pool_of(make=broken):
         pass
@@ -198,6 +213,44 @@ def test_a_start_that_fails_tells_its_cause() -> None:
         Processes(environments=-1)
 
 
+@LONG
+def test_each_environment_of_a_run_is_played_by_its_own_twin() -> None:
+    """A stage may have an environment of its own."""
+    run = tiny_run(steps=1)
+    rl = run.stages[1]
+    own = replace(rl, name="own", env=Env(name="calculator", heldout=4))
+    run = replace(run, stages=(rl, own), placement=Processes(environments=1))
+    env = make_environment(run)
+    others = own_environments(run, env)
+    elsewhere = placed_environments(run, env, others, cast("Sampler", KnownSampler()))
+    try:
+        for each in (env, others["own"]):
+            player, here, there = elsewhere.player(each), WrittenTalk(), WrittenTalk()
+            assert player is not None
+            one = each.train.task(0)
+            stops = [asyncio.run(x) for x in (each.play(one, here), player.play(one, there, False))]
+            assert stops[0] == stops[1] and here.log == there.log and here.log and here.state == there.state
+    finally:
+        elsewhere.close()
+    assert placed_environments(replace(run, placement=Local()), env, others, cast("Sampler", None)).player(env) is None
+
+
+def test_what_is_sent_of_an_environment() -> None:
+    """Its configuration without what judges; one that a program handed as it is, where that can be imported there."""
+    config = Env(name="arithmetic", rewards=(Reward(function="a.py:f"),))
+    assert _sent(config, Counts()) == replace(config, rewards=())
+    handed = Env(name="inline:mine")
+    assert _sent(handed, Counts()) == Counts()
+
+    class Local(Counts):
+        pass
+
+    for env in (Local(), Counts(name=cast("str", lambda: ""))):
+        with pytest.raises(ConfigError, match=r"env=inline:mine cannot be sent .*path.py:Class"):
+            _sent(handed, env)
+
+
+@LONG
 def test_a_limit_of_the_conversation_ends_the_episode() -> None:
     """What the conversation refuses is raised as it is."""
 
