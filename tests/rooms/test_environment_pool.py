@@ -151,6 +151,7 @@ def test_a_state_that_cannot_travel_is_refused_by_name() -> None:
     asyncio.run(play())
 
 
+@LONG
 def test_an_episode_that_is_given_up_is_given_up_there_too() -> None:
     async def play() -> None:
         with pool_of(1) as pool:
