@@ -347,13 +347,7 @@ def make_parts(
     """
     models, sleepers, others = RewardModels(run, policy, book.folder), Sleepers(run), others or {}
     roles = make_roles(run, policy, env, models.judges(run.env), say)
-    try:
-        elsewhere = placed_environments(run, env, others, roles.engine, say)
-    except BaseException:
-        roles.close()
-        raise
-    rollout = replace(roles.rollout, plays=elsewhere.player(env))
-    learner = roles.learner
+    learner, elsewhere = roles.learner, placed_environments(run, env, others, roles.engine, say, roles.close)
     if run.model.compile:
         say("compiling the learner's layers (model.compile=true) ...")
         say(learner.compile(packed_text(probe_ids(policy))))
@@ -362,7 +356,6 @@ def make_parts(
     def close() -> None:
         keep_timeline(roles.engine, book.folder)
         elsewhere.close()
-        roles.close()
         models.close()
 
     _check_optimizers(run, list(learner.parameters()))
@@ -372,7 +365,7 @@ def make_parts(
         renderer=roles.renderer,
         learner=learner,
         sampler=roles.engine,
-        rollout=rollout,
+        rollout=replace(roles.rollout, plays=elsewhere.player(env)),
         sync=roles.sync,
         book=book,
         stop_ids=policy.stop_ids,
@@ -384,7 +377,7 @@ def make_parts(
         optimize=partial(make_optimizer, run.model, learner),
         beside=partial(beside, run, learner),
         settings={
-            s.name: StageSetting(others[s.name], _own_rollout(run, s, models, rollout, others[s.name], elsewhere))
+            s.name: StageSetting(others[s.name], _own_rollout(run, s, models, roles.rollout, others[s.name], elsewhere))
             for s in run.stages
             if s.name in others
         },

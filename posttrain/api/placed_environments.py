@@ -15,7 +15,7 @@ from posttrain.api.placed import PLANTED
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.given import is_inline, source_file
-from posttrain.core.placement import Local, Ray
+from posttrain.core.placement import Local, Processes, Ray
 from posttrain.core.ports import Environment, Sampler
 from posttrain.core.run import Run
 from posttrain.engine.pool.engine_pool import EnginePool
@@ -47,6 +47,8 @@ class PlacedEnvironments:
 
     pool: EnvironmentPool | None = None
     environments: Sequence[Environment] = field(default_factory=list[Environment])
+    engines: Callable[[], None] = lambda: None
+    """Ends the engines."""
 
     def player(self, env: Environment) -> EnvironmentPlayer | None:
         """Who plays this one; None: it is played in this process."""
@@ -55,8 +57,10 @@ class PlacedEnvironments:
         return EnvironmentPlayer(self.pool, next(i for i, e in enumerate(self.environments) if e is env))
 
     def close(self) -> None:
+        """End the processes, then the engines."""
         if self.pool is not None:
             self.pool.close()
+        self.engines()
 
 
 def placed_environments(
@@ -65,21 +69,38 @@ def placed_environments(
     others: Mapping[str, Environment],
     engine: Sampler,
     say: Callable[[str], None] = lambda line: None,
+    close: Callable[[], None] = lambda: None,
 ) -> PlacedEnvironments:
     """The processes of `placement.environments`, which have all environments of the run. The engines are there by now.
 
     Args:
         others: environments of stages that have their own, by the stage's name.
         engine: the engines of the run. Where they have cores of their own, so do the environments: the same.
+        close: ends the engines. It is called with `PlacedEnvironments.close`, and where a process does not start.
 
     Raises:
         ConfigError: an environment cannot be sent to another process. EngineError: a process does not start.
     """
     placement = run.placement
     if isinstance(placement, Local) or not placement.environments:
-        return PlacedEnvironments()
+        return PlacedEnvironments(engines=close)
     every = distinct(env, others)
-    configs = [next((run.env_of(s) for s in run.stages if others.get(s.name, env) is e), run.env) for e in every]
+    try:
+        return PlacedEnvironments(_pool(run, placement, every, others, engine, say), every, close)
+    except BaseException:
+        close()
+        raise
+
+
+def _pool(
+    run: Run,
+    placement: Processes,
+    every: Sequence[Environment],
+    others: Mapping[str, Environment],
+    engine: Sampler,
+    say: Callable[[str], None],
+) -> EnvironmentPool:
+    configs = [next((run.env_of(s) for s in run.stages if others.get(s.name, every[0]) is e), run.env) for e in every]
     made = tuple(_sent(config, e) for config, e in zip(configs, every, strict=True))
     start = pickle.dumps(EnvironmentStart(EnvironmentParts(made, run.seed, run.fault)), pickle.HIGHEST_PROTOCOL)
     cores = engine_cores(engine) if placement.cores else None
@@ -92,10 +113,9 @@ def placed_environments(
         host = ProcessHost(name, start, threads=1, cores=cores)
         return host, host.started
 
-    pool = EnvironmentPool(
+    return EnvironmentPool(
         begin, count=placement.environments, timeout=placement.timeout, deaths=placement.deaths, say=say
     )
-    return PlacedEnvironments(pool, every)
 
 
 def engine_cores(engine: Sampler) -> frozenset[int] | None:
