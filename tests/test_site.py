@@ -36,6 +36,19 @@ def test_the_index_leads_to_every_page() -> None:
     assert not lacking, f"docs/README.md lists no {lacking}"
 
 
+def test_no_page_lies_where_another_one_does(tmp_path: Path) -> None:
+    """The generator makes pages too: its search would replace a page of that name."""
+    (tmp_path / "docs").mkdir()
+    assert place("docs/search.md") == "search-at-inference"
+    for name in ("search.md", "Search-at-inference.md"):
+        (tmp_path / "docs" / name).write_text("# A page\n")
+    with pytest.raises(SiteError, match=r"docs/search\.md: the site has another page search-at-inference\.html"):
+        read_pages(tmp_path)
+    (tmp_path / "docs" / "Search-at-inference.md").rename(tmp_path / "docs/genindex.md")
+    with pytest.raises(SiteError, match=r"docs/genindex\.md: the site has another page genindex\.html"):
+        read_pages(tmp_path)
+
+
 def test_two_clicks_in_the_files() -> None:
     index, first = PAGES["docs/README.md"], ("for-researchers.md", "for-engineers.md")
     assert all(f"]({page})" in index for page in first)
@@ -77,15 +90,16 @@ def test_where_a_page_lies() -> None:
 def test_links_turn_into_those_of_the_site() -> None:
     stage = Stage(ROOT, PAGES)
     said = stage.text(
-        "[a](../../docs/recipes.md#rlhf) [b](../../posttrain/core/ladder.py) (law 2, A05) `law 2` [c](https://x.org)\n"
+        "[a](../../docs/recipes.md#rlhf) [b](../../posttrain/core/ladder.py) (law 2, A05, F.2 item 5) `law 2` [c](https://x.org)\n"
         "```sh\nlaw 3 [d](nowhere)\n```",
         "examples/gsm8k/README.md",
         "examples/gsm8k",
     )
-    law, entry = stage.marks["law 2"].partition("#")[2], stage.marks["a05"].partition("#")[2]
+    law, entry, effects = (stage.marks[x].partition("#")[2] for x in ("law 2", "a05", "f.2"))
     assert said.splitlines() == [
         "[a](../recipes.md#rlhf) [b](../source/posttrain/core/ladder_py.md)"
-        f" ([law 2](../laws.md#{law}), [A05](../papers.md#{entry})) `law 2` [c](https://x.org)",
+        f" ([law 2](../laws.md#{law}), [A05](../papers.md#{entry}), [F.2](../papers.md#{effects}) item 5) `law 2`"
+        " [c](https://x.org)",
         "```sh",
         "law 3 [d](nowhere)",
         "```",

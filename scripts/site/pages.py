@@ -20,11 +20,17 @@ LINK = re.compile(r"(!?)\[((?:`[^`]*`|!\[[^\]]*\]\([^)]*\)|[^\]\[])*)\]\(([^)\s]
 CODE = re.compile(r"^`((?:posttrain|tests)/[\w/.-]+\.py)(?:::\w+)?`$")
 SHOWN = re.compile(r"docs/(?:architecture|laws|pains|papers|your-algorithm)\.md|README\.md|posttrain/.*")
 """Pages in which the name of a source file leads to a page that shows it."""
-MARK = re.compile(r"(?<![\w-])([A-E]\d{2})\b|\b((?:[Ll]aw|[Pp]ain) \d+)\b(?![.,]\d)")
+MARK = re.compile(r"(?<![\w-])([A-E]\d{2}|F(?:\.\d+)+)\b|\b((?:[Ll]aw|[Pp]ain) \d+)\b(?![.,]\d)")
 UNCUT = re.compile(r"^\| (\d{4}-\d\d-\d\d|[A-Z]-\d\d) \|")
 """A row of a table that begins with a date, or with a number such as H-07, which the site does not cut at a hyphen."""
 HEADING = re.compile(r"^(#{1,6}) (.*)$")
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".json": "json", ".jsonl": "json", ".txt": "text"}
+
+
+ELSEWHERE = {"docs/search.md": "search-at-inference"}
+"""Pages whose own name is that of a page which the generator makes, and where they lie instead."""
+MADE = ("search", "genindex", "py-modindex", "reference/index")
+"""Pages that the generator makes."""
 
 
 class SiteError(Exception):
@@ -40,6 +46,8 @@ def slug(title: str) -> str:
 def place(path: str) -> str:
     """Where a page of the repository lies in the site, without its ending: `docs/recipes.md` is `recipes`."""
     p = PurePosixPath(path)
+    if path in ELSEWHERE:
+        return ELSEWHERE[path]
     if path == "docs/README.md":
         return "index"
     if path == "README.md":
@@ -57,10 +65,22 @@ def source_place(path: str) -> str:
 
 
 def read_pages(root: Path) -> dict[str, str]:
-    """Path in the repository -> text, of every page that the site holds as it is."""
+    """Path in the repository -> text, of every page that the site holds as it is.
+
+    Raises:
+        SiteError: two pages would lie in one place.
+    """
     patterns = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.md", "tour/*.md", "notebooks/*.md")
     found = sorted({p for pattern in patterns for p in root.glob(pattern)})
-    return {p.relative_to(root).as_posix(): p.read_text(encoding="utf-8") for p in found}
+    pages = {p.relative_to(root).as_posix(): p.read_text(encoding="utf-8") for p in found}
+    taken = list(MADE)
+    for path in pages:
+        if place(path) in taken:
+            raise SiteError(
+                f"{path}: the site has another page {place(path)}.html; name its place in {__name__}.ELSEWHERE"
+            )
+        taken.append(place(path))
+    return pages
 
 
 def marks(pages: dict[str, str]) -> dict[str, str]:
@@ -69,7 +89,7 @@ def marks(pages: dict[str, str]) -> dict[str, str]:
     for name in ("papers", "laws", "pains"):
         for line in pages.get(f"docs/{name}.md", "").splitlines():
             heading = HEADING.match(line)
-            if heading and (found := re.match(r"([A-E]\d{2}|Law \d+|Pain \d+)\. ", heading[2])):
+            if heading and (found := re.match(r"([A-E]\d{2}|F(?:\.\d+)+|Law \d+|Pain \d+)\. ", heading[2])):
                 out[found[1].lower()] = f"docs/{name}.md#{slug(heading[2])}"
     return out
 

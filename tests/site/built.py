@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,11 @@ def test_every_page_of_the_repository_is_there(site: Path) -> None:
     pages = read_pages(ROOT)
     assert len(pages) > 60
     assert not [p for p in pages if not (site / f"{place(p)}.html").is_file()]
+    for path, text in pages.items():  # the words of its title, because the site turns quotes
+        title = re.findall(r"\w+", text[text.index("# ") + 2 :].partition("\n")[0])
+        shown = (site / f"{place(path)}.html").read_text(encoding="utf-8").partition("<title>")[2].partition("</title>")
+        there = re.findall(r"\w+", unescape(shown[0]))[: len(title)]
+        assert there == title, f"{place(path)}.html is another page than {path}"
     assert len(list((site / "reference").glob("*.html"))) > 100
 
 
@@ -134,6 +140,16 @@ def test_every_page_says_whom_it_is_for(site: Path) -> None:
     lacking = [p.relative_to(site) for p, text in said.items() if "For people" not in text and "For you" not in text]
     assert len(found) > 160 and not lacking, lacking
     assert not [p for p, text in said.items() if "After this page you" not in text]
+
+
+def test_the_reference_says_what_each_name_is(site: Path) -> None:
+    """In a whole sentence, or its first clause: no cell is empty or cut at a full stop inside of brackets."""
+    text = (site / "reference/index.html").read_text(encoding="utf-8")
+    rows = [re.findall(r"<td>(.*?)</td>", row, re.S) for row in re.findall(r"<tr.*?</tr>", text, re.S)]
+    said = {re.sub(r"<[^>]*>", "", r[0]): unescape(re.sub(r"<[^>]*>", "", r[1])).strip() for r in rows if len(r) == 2}
+    assert len(said) > 200
+    assert not [name for name, words in said.items() if not words or words.count("(") != words.count(")")]
+    assert not [words for words in said.values() if re.search(r"\b(al|Eq)$", words)]
 
 
 def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
@@ -152,7 +168,8 @@ def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
 
 
 def test_a_citation_is_a_link(site: Path) -> None:
-    """`law 7` on a page leads to the law, `(A05)` in the reference to the survey's entry."""
+    """`law 7` on a page leads to the law, `(A05)` in the reference to the survey's entry, `F.2` to its table."""
+    assert [x for x in read(site / "miniatures.html").links if "papers.html#f-2-" in x]
     assert [x for x in read(site / "for-engineers.html").links if x.startswith("laws.html#law-7")]
     assert [x for x in read(site / "reference/posttrain.core.pieces.baseline.html").links if "papers.html#a05" in x]
 
@@ -317,6 +334,7 @@ def test_two_clicks(window: Window, first: str, second: str, title: str, anchor:
         ("staleness", "staleness.html"),
         ("GRPOConfig", "coming-from-trl.html"),
         ("TokenL2", "reference/posttrain.core.pieces"),
+        ("beams", "search-at-inference.html"),
     ],
 )
 def test_search_finds_words_without_a_network(window: Window, words: str, page: str) -> None:
