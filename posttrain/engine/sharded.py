@@ -15,7 +15,7 @@ which share memory with the model, and the gradient of a pass is put into them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -109,8 +109,8 @@ class ShardedLearner(HFLearner):
     def packed_score(self, packed: Packed) -> np.ndarray:
         return self._together(lambda: super(ShardedLearner, self).packed_score(packed))
 
-    def value(self, packed: Packed) -> np.ndarray:
-        return self._together(lambda: super(ShardedLearner, self).value(packed))
+    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
+        return self._together(lambda: super(ShardedLearner, self).examine(packed, names))
 
     def rewards(self, packed: Packed) -> np.ndarray:
         return self._together(lambda: super(ShardedLearner, self).rewards(packed))
