@@ -57,7 +57,7 @@ class ShardedLearner(HFLearner):
     """
 
     def __init__(self, policy: Policy, ranks: ProcessRanks) -> None:
-        _refuse(policy)
+        refuse_ranks(policy)
         super().__init__(replace(policy, share_prefixes=False))
         self.ranks = ranks
         heads: dict[str, nn.Module] = {"value_head": self.value_head}
@@ -196,7 +196,7 @@ def _rows(tensor: DTensor) -> Tensor:
         return tensor.to_local().detach()
 
 
-def _refuse(policy: Policy) -> None:
+def refuse_ranks(policy: Policy) -> None:
     """ConfigError for what is not built, or not shown to be right, over several ranks."""
     config = policy.module.config.get_text_config(decoder=True)
     experts = next((int(n) for n in (getattr(config, e, None) for e in EXPERTS) if n), 0)
