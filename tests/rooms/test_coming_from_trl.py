@@ -266,4 +266,4 @@ def test_the_program_runs_as_printed(there: Path, monkeypatch: pytest.MonkeyPatc
     space: dict[str, Any] = {}
     exec(compile(text, str(PAGE), "exec"), space)
     sys.modules.pop("mine")
-    assert (there / "trained" / "config.json").exists() and space["result"].run.recipe == "grpo"
+    assert (there / "trained-from-python" / "config.json").exists() and space["result"].run.recipe == "grpo"
