@@ -38,8 +38,8 @@ class Model:
     tokenizer of the environment's alphabet."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model at `path`."""
-    arch: Literal["qwen3", "llama", "gpt2", "gemma"] = "qwen3"
-    """Architecture of a model that is built."""
+    arch: Literal["qwen3", "llama", "gpt2", "gemma", "qwen3_moe", "mixtral"] = "qwen3"
+    """Architecture of a model that is built. qwen3_moe and mixtral are mixtures of experts."""
     hidden: int = 128
     """Width of a built model."""
     layers: int = 4
@@ -49,7 +49,11 @@ class Model:
     kv_heads: int = 4
     """Key-value heads of a built model; fewer than `heads` share them."""
     ffn: int = 384
-    """Width of the feed-forward layers of a built model."""
+    """Width of the feed-forward layers of a built model; of each expert in a mixture."""
+    experts: int = 4
+    """Experts in each layer of a built mixture (qwen3_moe, mixtral)."""
+    experts_per_token: int = 2
+    """Experts that the router of a built mixture chooses for each token."""
     context: int | None = None
     """Most tokens of a sequence, prompt included. None: all positions of the model at `path`, and 512 where the model
     is built or gives no limit. With a RoPE whose frequencies change with the length (dynamic, longrope), the limit is
@@ -115,7 +119,7 @@ class Model:
 
     def _check_sizes(self) -> None:
         """ConfigError where no model of `arch` can be built at these sizes."""
-        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context"):
+        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "experts", "experts_per_token", "context"):
             if (size := getattr(self, name)) is not None and size < 1:
                 raise ConfigError(f"model.{name}={size}: must be >= 1")
         if self.hidden % self.heads:
@@ -126,6 +130,11 @@ class Model:
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model.heads={self.heads} cannot share model.kv_heads={self.kv_heads}: use a divisor of {self.heads}"
+            )
+        if self.experts_per_token > self.experts:
+            raise ConfigError(
+                f"model.experts_per_token={self.experts_per_token} of model.experts={self.experts}: a router chooses"
+                " among the experts of its layer, so use at most as many"
             )
         if self.arch == "gpt2" and self.kv_heads != self.heads:
             raise ConfigError(
