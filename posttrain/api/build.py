@@ -262,6 +262,7 @@ def make_roles(
         gradient_checkpointing=run.model.checkpointing,
         offload_activations=run.model.offload_activations,
         sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
+        replays=run.model.router_replay != "none",
     )
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)

@@ -13,6 +13,7 @@ from posttrain.core.adapter import AdapterTrial
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauges, Step
+from posttrain.core.routed import Routers
 from posttrain.core.sampling import Sampling
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
@@ -107,8 +108,7 @@ class Reference(Examiner, Protocol):
 
     @property
     def digest(self) -> str:
-        """The fingerprint it had when it was made. A run compares it with `fingerprint()` as long as
-        it uses the reference."""
+        """The fingerprint it had when it was made, which a run goes on comparing with `fingerprint()`."""
         ...
 
 
@@ -151,8 +151,7 @@ class Learner(Examiner, Protocol):
         ...
 
     def exact(self, packed: Packed) -> np.ndarray | None:
-        """float64 [M]: log-probs from a float64 copy of the weights, made for this call. None where the model is too
-        large for a copy."""
+        """float64 [M]: log-probs from a float64 copy of the weights; None where the model is too large for one."""
         ...
 
     def parameters(self) -> Mapping[str, Any]:
@@ -170,6 +169,10 @@ class Learner(Examiner, Protocol):
 
     def adapter(self) -> AdapterTrial | None:
         """None where all weights train."""
+        ...
+
+    def routers(self) -> Routers | None:
+        """Those of a mixture of experts. None where it is none, or where its routers are not understood."""
         ...
 
     def price(self, packed: Packed) -> float | None:
@@ -204,8 +207,7 @@ class TaskSource(Protocol):
 
 @dataclass(frozen=True)
 class Utterance:
-    """One turn of the policy, as an environment gets it. `text` is without the stop token;
-    a stop string stays in it."""
+    """One turn of the policy, as an environment gets it. `text` has no stop token; a stop string stays in it."""
 
     text: str
     stop: Stop
@@ -321,8 +323,7 @@ class PairRenderer(Protocol):
         ...
 
     def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
-        """int32 ids of one demonstrated turn, ending in exactly one stop token: that of chats where `chat`, else that
-        of plain text."""
+        """int32 ids of one demonstrated turn with exactly one stop token at its end: of chats where `chat`."""
         ...
 
 
@@ -355,8 +356,7 @@ class Environment(Protocol):
         ...
 
     def gauges(self) -> Gauges:
-        """Queue and latency of its verifiers since the last call. They depend on the machine,
-        so no digest covers them."""
+        """Queue and latency of its verifiers since the last call. No digest covers them: they depend on the machine."""
         return {}
 
     def close(self) -> None:

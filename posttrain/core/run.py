@@ -16,6 +16,7 @@ from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.placement import Local, Placement, placement_refusals
 from posttrain.core.reinforce import Reinforce as Reinforce
+from posttrain.core.routed import RouterReplay
 from posttrain.core.stage import Optimizer as Optimizer
 from posttrain.core.stage import Stage, offered, refusals
 
@@ -24,6 +25,9 @@ NAME = re.compile(r"\w[\w-]{0,63}")
 
 Checkpointing = Literal["none", "selective", "full"]
 """Which activations are computed again in the backward pass: see `Model.gradient_checkpointing`."""
+
+MIXTURES = ("qwen3_moe", "mixtral")
+"""Architectures that are mixtures of experts."""
 
 BUILT_CONTEXT = 512
 """Positions of a built model, where `Model.context` is not set."""
@@ -85,6 +89,12 @@ class Model:
     warm_up: bool | None = None
     """Compute the largest pass that the settings allow once before the first step of a stage, so that memory that does
     not suffice shows at once. Nothing is learned from it. None: on every device but the CPU."""
+    router_replay: RouterReplay = "none"
+    """Whose choice of experts the learner follows, in a mixture of experts. sampler: of each token those that its
+    sampler chose, as the engine recorded them; their weights are computed anew, so that the router learns (R3,
+    2510.11370). start: those of the learner at the beginning of the step (R2), which holds them fixed over several
+    optimizer steps. none: every pass chooses anew. It matters where sampler and learner differ: narrow types,
+    staleness, several optimizer steps."""
     gradient_checkpointing: Checkpointing | bool = "none"
     """What the backward pass computes again instead of keeping it in memory. selective: all but matrix products and
     attention, which costs little. full: whole layers. true and false stand for full and none."""
@@ -108,6 +118,11 @@ class Model:
                 "model.compile=true keeps what its graphs decide to keep: set model.gradient_checkpointing=none"
                 " model.offload_activations=false, or leave it out"
             )
+        if self.compile and self.router_replay != "none":
+            raise ConfigError(
+                "model.compile=true writes the routers' choice into its graphs, so none can be given to them: set"
+                " model.router_replay=none, or leave model.compile out"
+            )
         if self.path is None:
             self._check_sizes()
 
@@ -119,6 +134,11 @@ class Model:
 
     def _check_sizes(self) -> None:
         """ConfigError where no model of `arch` can be built at these sizes."""
+        if self.router_replay != "none" and self.arch not in MIXTURES:
+            raise ConfigError(
+                f"model.router_replay={self.router_replay}, and {self.arch} has no router: set model.arch to"
+                f" {' or '.join(MIXTURES)}, or model.router_replay=none"
+            )
         for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "experts", "experts_per_token", "context"):
             if (size := getattr(self, name)) is not None and size < 1:
                 raise ConfigError(f"model.{name}={size}: must be >= 1")

@@ -35,6 +35,8 @@ class TokenScores:
     rewards: Rewards | None = None
     computed: int | None = None
     """Positions that the layers computed: fewer than packed ones where shared beginnings are computed once."""
+    balance: Any | None = None
+    """Scalar: these tokens' part of the load-balance loss, where the batch asks for it (`Packed.balance_E`)."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from posttrain.core import seeds
-from posttrain.core.run import BUILT_CONTEXT, Model
+from posttrain.core.run import BUILT_CONTEXT, MIXTURES, Model
 from posttrain.engine import attention
 
 ROTARY = {
@@ -76,7 +76,7 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
         tokens |= {"num_experts": model.experts, "moe_intermediate_size": model.ffn, "norm_topk_prob": True}
     if model.arch == "mixtral":
         tokens |= {"num_local_experts": model.experts, "sliding_window": None}
-    if model.arch in ("qwen3_moe", "mixtral"):
+    if model.arch in MIXTURES:
         tokens |= {"num_experts_per_tok": model.experts_per_token}
     return ROTARY[model.arch](
         hidden_size=model.hidden,
