@@ -38,6 +38,7 @@ from posttrain.engine import eight_bit
 from posttrain.engine.embedded.engine import EmbeddedEngine
 from posttrain.engine.embedded.replay import SamplerReplay
 from posttrain.engine.learner import HEADS, FrozenScorer, HFLearner
+from posttrain.engine.learner_routers import refuse_balance
 from posttrain.engine.models import Policy, base_digest, load_policy
 from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze, frozen_module
@@ -264,6 +265,7 @@ def make_roles(
         sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
         replays=run.model.router_replay != "none",
     )
+    refuse_balance(run.stages, policy.module)
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     serving = placed_engine(run, policy, renderer.decode, say)

@@ -16,7 +16,7 @@ from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.placement import Local, Placement, placement_refusals
 from posttrain.core.reinforce import Reinforce as Reinforce
-from posttrain.core.routed import RouterReplay
+from posttrain.core.routed import RouterReplay, router_refusals
 from posttrain.core.stage import Optimizer as Optimizer
 from posttrain.core.stage import Stage, offered, refusals
 
@@ -268,6 +268,9 @@ class Run:
         for stage in [s.name for s in self.stages if isinstance(s, Reinforce) and s.unfinished == "pause"]:
             for why in pause_refusals(stage, self.engine, isinstance(self.placement, Local), self.deterministic):
                 raise ConfigError(why)
+        balanced = next((s.name for s in self.stages if isinstance(s, Reinforce) and s.router_aux_loss_coef), "")
+        for why in router_refusals(self.model.router_replay, balanced, isinstance(self.engine, Embedded)):
+            raise ConfigError(why)
         if not isinstance(self.engine, Embedded):
             check_served_elsewhere(self.model.lora, self.model.quantize)
         if self.model.path is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from posttrain.diagnose.ahead_gauges import AHEAD
 from posttrain.diagnose.engine_gauges import ENGINE
 from posttrain.diagnose.evaluation_gauges import EVALUATION
+from posttrain.diagnose.expert_gauges import EXPERTS
 from posttrain.diagnose.gauge_definition import Definition as Definition
 from posttrain.diagnose.implicit_gauges import IMPLICIT
 from posttrain.diagnose.value_gauges import VALUES
@@ -392,4 +393,5 @@ REGISTRY: dict[str, Definition] = {
     **ENGINE,
     **AHEAD,
     **IMPLICIT,
+    **EXPERTS,
 }

@@ -126,8 +126,8 @@ def why_not(module: PreTrainedModel) -> str:
         return f"{type(module).__name__} has no router"
     if empty := [name for name, router in found if not bool(router.weight.any())]:
         return (
-            f"all weights of the router {empty[0]} are 0, so it scores all experts alike: it was not loaded, or was lost"
-            " when the model was quantised or converted"
+            f"all weights of the router {empty[0]} are 0, so it scores all experts alike: it was not loaded, or was"
+            " lost when the model was quantised or converted"
         )
     forms = {(type(r).__name__, r.weight.shape[0], _normalised(r)) for _, r in found}
     if any(n is None for _, _, n in forms):
