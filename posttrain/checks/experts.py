@@ -181,11 +181,9 @@ def experts_learn(
         if not len(busy):
             continue
         size = {n: _by_expert(g) for n, g in grads.items() if n != gate and g is not None}
-        if (
-            gate in grads
-            and (grads[gate] is None or not bool(grads[gate].any()))
-            and any(s.any() for s in size.values())
-        ):
+        weighs = batch.routed_N is not None and batch.routed_N.shape[2] > 1  # the weight of one expert may always be 1
+        learns = gate not in grads or (grads[gate] is not None and bool(grads[gate].any()))
+        if weighs and not learns and any(s.any() for s in size.values()):
             raise InvariantError(
                 f"router {gate} has no gradient, and the experts of its layer have one: the weights of the experts are"
                 " not computed by the learner's router. Replay the choice alone, or freeze the router"
@@ -232,8 +230,8 @@ def experts_moved(followed: Sequence[FollowedExpert], trained: Mapping[str, Any]
     still = [f for f in followed if float(trained[f.parameter].detach().flatten()[f.at]) == f.before]
     if still:
         raise InvariantError(
-            f"expert {still[0].expert} of {still[0].parameter} has a gradient and did not move in an optimizer step, nor"
-            f" did {len(still) - 1} others of {len(followed)}: the optimizer leaves some of a layer's experts out"
+            f"expert {still[0].expert} of {still[0].parameter} has a gradient and did not move in an optimizer step,"
+            f" nor did {len(still) - 1} others of {len(followed)}: the optimizer leaves some of a layer's experts out"
         )
     return {"canary/experts_moved": Gauge(len(followed), 1)} if followed else {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,21 +15,28 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from posttrain.core.batch import Packed
-from posttrain.core.errors import InvariantError
+from posttrain.algorithm.balance import GAUGE, Balanced, balance_weights, to_balance
+from posttrain.algorithm.losses import PolicyLoss
+from posttrain.core.batch import Batch, Packed
+from posttrain.core.errors import ConfigError, InvariantError
+from posttrain.core.ladder import GRPO
 from posttrain.core.record import Recorded, from_columns, to_columns
 from posttrain.core.routed import UNKNOWN, check_routed, known_rows
 from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
+from posttrain.core.streams import ADVANTAGE, MU, WEIGHT
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Said, Segment, Stop, Task
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.speculate import Lookup
 from posttrain.engine.learner import HFLearner
+from posttrain.engine.learner_routers import refuse_replay
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.reference import freeze
-from posttrain.engine.routing import routers_of, weights_of
+from posttrain.engine.routing import routers_of, weights_of, why_not
+from tests import families
 from tests.rooms.engine_parts import ALPHABET
 
 ARCHS = ("qwen3_moe", "mixtral")
@@ -356,3 +364,128 @@ def test_the_record_keeps_choices() -> None:
         assert (got.routed is None) == (wanted.routed is None)
         assert wanted.routed is None or np.array_equal(got.routed, wanted.routed)
     assert "routed" not in to_columns([of(s) for s in bare])
+
+
+# --- load-balance loss ------------------------------------------------------------------------------------------------
+
+
+def batch_of(packed: Packed) -> Batch:
+    n = packed.spoken
+    rng = np.random.default_rng(0)
+    streams = {WEIGHT: np.full(n, 1.0 / n), ADVANTAGE: rng.normal(size=n), MU: np.full(n, -1, np.float32)}
+    fields = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}
+    return Batch(**fields, streams=streams)
+
+
+def plain_balance(module: Any, packed: Packed, experts: int, active: int) -> Tensor:
+    """transformers' own loss over the routers' logits of every segment alone, without its last token."""
+    kept = [list[Tensor]() for _ in module.model.layers]
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda m, a, out, k=k: k.append(out[0][:-1]))
+        for layer, k in zip(module.model.layers, kept, strict=True)
+    ]
+    learner = HFLearner(replace(policy(), module=module, share_prefixes=False))
+    for s in range(len(packed.lengths_S)):
+        learner.forward(packed.select([s]), entropy=False, value=False)
+    for hook in hooks:
+        hook.remove()
+    found = load_balancing_loss_func(tuple(torch.cat(k) for k in kept), experts, active)
+    assert isinstance(found, Tensor)
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_load_balance_loss_is_that_of_transformers_however_the_batch_is_cut(arch: str) -> None:
+    """Value and gradients; transformers counts and sums in float32, so its own rounding is the bound there. Among
+    themselves the cuts agree to 1e-12."""
+    made = in_float64(policy(arch))
+    packed = tokens((17, 9, 23, 30))
+    routers = HFLearner(made).routers()
+    assert routers is not None
+    own = routers.read(packed, replay=False).own.copy()
+    own[np.cumsum(packed.lengths_S) - 1] = UNKNOWN
+    batch = to_balance(batch_of(replace(packed, routed_N=own)), 6)
+    theirs = plain_balance(made.module, packed, 6, 2)
+    theirs.backward()
+    wanted = {n: p.grad.clone() for n, p in made.module.named_parameters() if p.grad is not None}
+    found = list[dict[str, Tensor]]()
+    for cut in ([[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 2], [1, 3]]):
+        made.module.zero_grad(set_to_none=True)
+        learner, total = HFLearner(made, replays=True), 0.0
+        for part in cut:
+            value = learner.forward(batch.select(part), entropy=False, value=False).balance
+            value.backward()
+            total += float(value.detach())
+        assert abs(total - float(theirs.detach())) <= 1e-6 * float(theirs.detach())
+        found.append({n: p.grad.clone() for n, p in made.module.named_parameters() if p.grad is not None})
+    for grads in found:
+        assert set(grads) >= set(wanted)
+        for n, g in wanted.items():
+            assert float((grads[n] - g).abs().max()) <= 1e-5 * max(float(g.abs().max()), 1e-3), n
+            assert float((grads[n] - found[0][n]).abs().max()) <= 1e-12, n
+
+
+def test_an_even_load_has_the_least_loss() -> None:
+    even = np.array([[[0, 1]], [[2, 3]]], np.int16)
+    weights = balance_weights(even, 4)
+    assert float(weights.sum() * 2 * 0.25) == 2.0  # experts of a token, with probabilities of 1/4
+    uneven = balance_weights(np.array([[[0, 1]], [[0, 1]]], np.int16), 4)
+    assert float((uneven * [0.5, 0.5, 0, 0]).sum() * 2) == 4.0
+
+
+def test_shared_beginnings_count_as_often_as_they_stand_in_the_batch() -> None:
+    made = policy(seed=4)
+    packed = Packed.of(segments(engine_of(made), prompts(5, alike=True)))
+    batch = to_balance(batch_of(packed), 6)
+    found = list[float]()
+    for share in (True, False):
+        learner = HFLearner(replace(made, share_prefixes=share), replays=True)
+        found.append(float(learner.forward(batch, entropy=False, value=False).balance.detach()))
+        assert (learner._reader.computed < len(packed.ids_N)) == share
+    assert abs(found[0] - found[1]) <= 1e-5 * found[1]
+
+
+def test_the_loss_with_it_is_the_loss_and_its_weight_times_it() -> None:
+    made = policy(seed=4)
+    packed = Packed.of(segments(engine_of(made), prompts(5)))
+    batch, learner = to_balance(batch_of(packed), 6), HFLearner(made, replays=True)
+    scores = learner.forward(batch, entropy=False, value=False)
+    inner = PolicyLoss(GRPO)
+    both = Balanced(inner, 0.5)
+    assert float(both.terms(batch, scores).loss.detach()) == pytest.approx(
+        float((inner.terms(batch, scores).loss + 0.5 * scores.balance).detach()), rel=1e-6
+    )
+    assert both.gauges(batch, [both.terms(batch, scores)])[GAUGE].mean == pytest.approx(float(scores.balance.detach()))
+    with pytest.raises(InvariantError, match="none is known"):
+        to_balance(replace(batch, routed_N=None), 6)
+
+
+# --- which models -----------------------------------------------------------------------------------------------------
+
+UNDERSTOOD = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "flex_olmo", "mellum")
+
+
+@pytest.mark.parametrize("family", UNDERSTOOD)
+def test_routers_of_other_families_are_understood(family: str) -> None:
+    built = families.build(families.config(family))
+    found = routers_of(built)
+    assert found is not None and len(found.names) >= 1 and all(found.stacked)
+    assert [getattr(m, "posttrain_router", None) for m in built.modules()].count(None) == len(
+        list(built.modules())
+    ) - len(found.names)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "phimoe", "gpt2"])
+def test_other_routers_are_refused_by_name(family: str) -> None:
+    built = families.build(families.config(family))
+    assert routers_of(built) is None
+    with pytest.raises(ConfigError, match=r"model.router_replay: \w+.*router_replay=none"):
+        refuse_replay(built)
+
+
+def test_a_router_without_weights_is_named() -> None:
+    """Pain 16: a conversion lost the router's weights, and nothing said so."""
+    made = policy()
+    with torch.no_grad():
+        made.module.model.layers[1].mlp.gate.weight.zero_()
+    assert "model.layers.1.mlp.gate are 0" in why_not(made.module)
