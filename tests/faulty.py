@@ -50,7 +50,7 @@ BOUND = 2
 """By how many steps samples may be older in runs of faults between asking and learning."""
 AHEAD = ("ahead", "ahead_resume")
 RESUMED = ("resume", "ahead_resume")
-IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", "experts", *AHEAD)
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", *AHEAD)
 """What faults need that are planted into a reinforcement stage, or before its first step."""
 
 
