@@ -69,8 +69,7 @@ class Sampler(Protocol):
         ...
 
     def clock(self) -> Mapping[str, float]:
-        """Seconds since the last call, by what they were spent on, such as `engine/step`. They are apart from the
-        gauges because no digest covers them."""
+        """Seconds since the last call, by what they were spent on, such as `engine/step`. No digest covers them."""
         ...
 
 
@@ -103,12 +102,11 @@ class Examiner(Scorer, Protocol):
 
 
 class Reference(Examiner, Protocol):
-    """A frozen model that the policy is compared with. It may own its weights, or be the policy's own model with its
-    adapter switched off."""
+    """A frozen model that the policy is compared with: its own weights, or the policy's, the adapter switched off."""
 
     @property
     def digest(self) -> str:
-        """The fingerprint it had when it was made, which a run goes on comparing with `fingerprint()`."""
+        """The fingerprint it had when it was made. A run compares it with `fingerprint()` as long as it uses it."""
         ...
 
 
@@ -128,9 +126,8 @@ class Learner(Examiner, Protocol):
     ) -> TokenScores:
         """Differentiable scores of one micro-batch; with `candidates_MK` also the log-probs of those tokens.
 
-        With `head_only` the gradient of the value stops at the value head and does not reach the policy. With `rewards`
-        the reward head reads each segment. Without `logp` there are no log-probs, and the language-model head does
-        not run.
+        With `head_only` the gradient of the value stops at the value head. With `rewards` the reward head reads each
+        segment. Without `logp` there are no log-probs, and the language-model head does not run.
         """
         ...
 
@@ -151,7 +148,7 @@ class Learner(Examiner, Protocol):
         ...
 
     def exact(self, packed: Packed) -> np.ndarray | None:
-        """float64 [M]: log-probs from a float64 copy of the weights; None where the model is too large for one."""
+        """float64 [M]: log-probs from a float64 copy of the weights, made for this call; None where it is too large."""
         ...
 
     def parameters(self) -> Mapping[str, Any]:
@@ -173,6 +170,10 @@ class Learner(Examiner, Protocol):
 
     def routers(self) -> Routers | None:
         """Those of a mixture of experts. None where it is none, or where its routers are not understood."""
+        ...
+
+    def packed_score(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: as `score`, and always by the learner's own forward pass (see `price`)."""
         ...
 
     def price(self, packed: Packed) -> float | None:
@@ -282,8 +283,7 @@ class Talk(Seat, Protocol):
         ...
 
     def leave(self, state: Any) -> None:
-        """Set the environment's state, as plain data. Verifiers see the last one that was set (`Attempt.state`), and
-        the record keeps it."""
+        """Set the environment's state, as plain data. Verifiers and the record see the last one (`Attempt.state`)."""
         ...
 
 
@@ -323,7 +323,7 @@ class PairRenderer(Protocol):
         ...
 
     def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
-        """int32 ids of one demonstrated turn with exactly one stop token at its end: of chats where `chat`."""
+        """int32 ids of a demonstrated turn. It ends in one stop token: that of chats where `chat`, else of text."""
         ...
 
 

@@ -147,12 +147,16 @@ class HFLearner:
         """float32 [M] log-probs under `packed.sampling`, without gradient."""
         return self._reader.score(packed) if self._sampled is None else self._sampled(packed).cpu().numpy()
 
+    def packed_score(self, packed: Packed) -> np.ndarray:
+        """`score` by the learner's packed pass, also where `score` has the sampler's values."""
+        return self._reader.score(packed)
+
     def price(self, packed: Packed) -> float | None:
         """How many times as long as a packed pass the sampler's own pass takes; None where there is none."""
         if self._sampled is None:
             return None
         seconds: list[float] = []
-        for score in (self._reader.score, self.score):
+        for score in (self.packed_score, self.score):
             begun = time.perf_counter()
             score(packed)
             seconds.append(time.perf_counter() - begun)
@@ -249,8 +253,7 @@ class FrozenScorer:
     """A reference: a copy of a policy's weights as they are now. Nothing changes them. Weights that never train are
     shared with the policy.
 
-    `digest` is the fingerprint at construction. A canary compares it with `fingerprint()` as long
-    as the scorer is used.
+    `digest` is the fingerprint at construction; a check compares it with `fingerprint()` while the scorer is used.
     """
 
     def __init__(self, policy: Policy) -> None:
