@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from posttrain.algorithm.balance import GAUGE, Balanced, balance_weights, to_balance
-from posttrain.algorithm.losses import PolicyLoss
+from posttrain.algorithm.losses import Likelihood
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.core.ladder import GRPO
 from posttrain.core.record import Recorded, from_columns, to_columns
 from posttrain.core.routed import UNKNOWN, check_routed, known_rows
 from posttrain.core.run import Model
@@ -379,12 +378,12 @@ def batch_of(packed: Packed) -> Batch:
 
 def plain_balance(module: Any, packed: Packed, experts: int, active: int) -> Tensor:
     """transformers' own loss over the routers' logits of every segment alone, without its last token."""
+    learner = HFLearner(replace(policy(), module=module, share_prefixes=False, kernels="reference"))
     kept = [list[Tensor]() for _ in module.model.layers]
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda m, a, out, k=k: k.append(out[0][:-1]))
         for layer, k in zip(module.model.layers, kept, strict=True)
     ]
-    learner = HFLearner(replace(policy(), module=module, share_prefixes=False))
     for s in range(len(packed.lengths_S)):
         learner.forward(packed.select([s]), entropy=False, value=False)
     for hook in hooks:
@@ -450,7 +449,7 @@ def test_the_loss_with_it_is_the_loss_and_its_weight_times_it() -> None:
     packed = Packed.of(segments(engine_of(made), prompts(5)))
     batch, learner = to_balance(batch_of(packed), 6), HFLearner(made, replays=True)
     scores = learner.forward(batch, entropy=False, value=False)
-    inner = PolicyLoss(GRPO)
+    inner = Likelihood()
     both = Balanced(inner, 0.5)
     assert float(both.terms(batch, scores).loss.detach()) == pytest.approx(
         float((inner.terms(batch, scores).loss + 0.5 * scores.balance).detach()), rel=1e-6
