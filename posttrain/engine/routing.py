@@ -116,7 +116,8 @@ def routers_of(module: PreTrainedModel) -> RouterModules | None:
     stacked = tuple(
         tuple(names[id(p)] for p in parent.parameters() if p.ndim == 3 and p.shape[0] == experts) for parent in parents
     )
-    return RouterModules(experts, tuple(names[id(router.weight)] for _, router in found), stacked, bool(normalised))
+    gates = tuple(names.get(id(router.weight), f"{name}.weight") for name, router in found)
+    return RouterModules(experts, gates, stacked, bool(normalised))
 
 
 def why_not(module: PreTrainedModel) -> str:
@@ -156,7 +157,7 @@ def _normalised(router: Any) -> bool | None:
         size = float(router(hidden)[0].abs().max())
         logits, weights, chosen = router(hidden * (SPREAD / size if size else 1.0))
         least = logits.topk(chosen.shape[-1], -1).values[:, -1] - logits.gather(-1, chosen).amin(-1)
-    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+    except Exception:  # a router of another form: its own code may raise anything
         return None
     rounding = SAME.get(weight.dtype, 0.02)
     if logits.shape != (TRIED, weight.shape[0]) or not float(least.abs().max()) <= SPREAD * rounding:
