@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.api.generative_judges import generative_judge
+from posttrain.api.generative_judges import by_its_form, generative_judge
 from posttrain.api.reward_models import reward_member, stage_policy
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
@@ -97,8 +97,8 @@ def scores_of(folder: Path, stage: RewardModel, chains: Sequence[PlantedChain]) 
 def verified_scores(folder: Path, chains: Sequence[PlantedChain], votes: int) -> list[list[float]]:
     """A generative verifier's score of each step of each chain. A step that it cannot judge counts as right."""
     run = run_file(folder).run
-    ends = TokenEnds(lambda ids: "")
-    judge = generative_judge(run, Reward(function=f"judge:{folder}", votes=votes), 1e-5, reward_member, ends)
+    reward = Reward(function=f"judge:{folder}", votes=votes)
+    judge = by_its_form(generative_judge(run, reward, 1e-5, reward_member), reward, TokenEnds(lambda ids: ""))
     assert isinstance(judge, GenerativeStepJudge)
 
     async def scored(chain: PlantedChain) -> list[float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -269,6 +269,9 @@ class ExactLearner(HFLearner):
     def value(self, packed: Packed) -> np.ndarray:
         with torch.no_grad():
             return self.forward(packed, entropy=False, value=True).value.numpy()
+
+    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name)(packed) for name in names}
 
 
 class ExactLoss(PolicyLoss):

@@ -17,13 +17,15 @@ import transformers
 from posttrain.api.branch import begun_with, run_source
 from posttrain.api.engines import keep_timeline, make_opponent
 from posttrain.api.environments import distinct
-from posttrain.api.optimizers import beside, make_optimizer
+from posttrain.api.optimizers import beside, make_optimizer, own_learner
 from posttrain.api.placed import placed_engine
+from posttrain.api.ranked import lead_learner
 from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.api.target import open_policy
 from posttrain.checks.watch import observers, of_run
 from posttrain.controller.parts import RunParts, StageSetting, nothing_is_kept, turns_reach
+from posttrain.controller.rank_lead import RankLead
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.book import Book
@@ -36,9 +38,8 @@ from posttrain.core.stage import Stage, check_patterns
 from posttrain.core.version import VERSION
 from posttrain.engine import eight_bit
 from posttrain.engine.embedded.engine import EmbeddedEngine
-from posttrain.engine.embedded.replay import SamplerReplay
 from posttrain.engine.learner import HEADS, FrozenScorer, HFLearner
-from posttrain.engine.learner_routers import refuse_balance
+from posttrain.engine.learner_routers import refuse_balance, refuse_replay
 from posttrain.engine.models import Policy, base_digest, load_policy
 from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze, frozen_module
@@ -250,25 +251,24 @@ def make_roles(
     env: Environment,
     judges: Sequence[ModelJudge] | None = None,
     say: Callable[[str], None] = lambda line: None,
+    lead: RankLead | None = None,
 ) -> PolicyRoles:
     """The learner, the engine (with its own copy of the weights) and the rollout of one policy.
 
     Args:
         judges: the reward models that judge. None: those of the run's rewards that it did not train itself.
         say: tells the user what happens to engines elsewhere.
+        lead: of a run over ranks, whose learner cuts the weights of the policy.
     """
-    torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
-    learner = HFLearner(
-        policy,
-        gradient_checkpointing=run.model.checkpointing,
-        offload_activations=run.model.offload_activations,
-        sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
-        replays=run.model.router_replay != "none",
-    )
     refuse_balance(run.stages, policy.module)
+    if run.model.router_replay != "none":
+        refuse_replay(policy.module)
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
-    serving = placed_engine(run, policy, renderer.decode, say)
+    serving = placed_engine(run, policy, renderer.decode, say) if lead is not None else None
+    torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
+    learner = own_learner(run, policy) if lead is None else lead_learner(run, policy, lead)
+    serving = serving or placed_engine(run, policy, renderer.decode, say)
     engine = serving.sampler
     found = RewardModels(run, policy).judges(run.env) if judges is None else tuple(judges)
     rollout = Rollout(
@@ -321,6 +321,11 @@ def _say_judges(roles: PolicyRoles, say: Callable[[str], None]) -> None:
         say(line)
 
 
+def _compile(learner: HFLearner, policy: Policy, say: Callable[[str], None]) -> None:
+    say("compiling the learner's layers (model.compile=true) ...")
+    say(learner.compile(packed_text(probe_ids(policy))))
+
+
 def _check_optimizers(run: Run, parameters: list[str]) -> None:
     """ConfigError for a pattern that fits no parameter, or an optimizer whose package is not installed."""
     for stage in run.stages:
@@ -338,6 +343,7 @@ def make_parts(
     trackers: list[Tracker],
     others: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda line: None,
+    lead: RankLead | None = None,
 ) -> RunParts:
     """The parts that all stages of a run share.
 
@@ -346,11 +352,10 @@ def make_parts(
         say: tells the user of what takes long.
     """
     models, sleepers, others = RewardModels(run, policy, book.folder), Sleepers(run), others or {}
-    roles = make_roles(run, policy, env, models.judges(run.env), say)
+    roles = make_roles(run, policy, env, models.judges(run.env), say, lead)
     learner = roles.learner
     if run.model.compile:
-        say("compiling the learner's layers (model.compile=true) ...")
-        say(learner.compile(packed_text(probe_ids(policy))))
+        _compile(learner, policy, say)
     _say_judges(roles, say)
 
     def close() -> None:

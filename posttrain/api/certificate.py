@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from posttrain.api.recorded_prompts import ComparedPrompt, generated_prompts, recorded_prompts, rendered
 from posttrain.core.batch import Packed
@@ -34,6 +33,7 @@ from posttrain.engine.quantise import make_float, quantise, quantised_as
 from posttrain.engine.reload import ReloadedModel, reload
 from posttrain.environment.render import History
 from posttrain.role.rounding import Gap, allowed
+from posttrain.role.saved_parts import SavedTensors
 from posttrain.role.weights import AVERAGE, OPTIMIZER, WEIGHTS
 
 ANSWER = 24
@@ -163,18 +163,17 @@ def _first_difference(ours: np.ndarray, theirs: np.ndarray | str) -> str:
 def _from_checkpoint(learner: HFLearner, exported: ExportedRun) -> ExportComparison:
     """The policy holds the weights (or the averages) of the checkpoint's files, bit for bit."""
     folder, wrong = exported.checkpoint.folder, list[str]()
-    with safe_open(folder / WEIGHTS, "pt") as weights, safe_open(folder / _averages(exported), "pt") as averages:
-        held = [n.removeprefix(AVERAGE) for n in [*averages.keys()] if n.startswith(AVERAGE)]
-        names = {*weights.keys()}
-        for name, tensor in learner.parameters().items():
-            file, key = (averages, AVERAGE + name) if name in held else (weights, name)
-            if name not in names or not torch.equal(
-                file.get_tensor(key).to(tensor.device, tensor.dtype), tensor.detach()
-            ):
-                wrong.append(name)
+    weights, averages = SavedTensors(folder / WEIGHTS), SavedTensors(folder / _averages(exported))
+    held = [n.removeprefix(AVERAGE) for n in averages.shapes if n.startswith(AVERAGE)]
+    for name, tensor in learner.parameters().items():
+        file, key = (averages, AVERAGE + name) if name in held else (weights, name)
+        if name not in weights.shapes or not torch.equal(
+            file.tensor(key).to(tensor.device, tensor.dtype), tensor.detach()
+        ):
+            wrong.append(name)
     which = "moving averages" if exported.ema else "weights"
     unlike = f"{first_unlike(wrong)} are not the {which} of the checkpoint" if wrong else ""
-    return ExportComparison(f"{which} of checkpoint {exported.checkpoint.name}", len(names), "tensors", unlike)
+    return ExportComparison(f"{which} of checkpoint {exported.checkpoint.name}", len(weights.shapes), "tensors", unlike)
 
 
 def _averages(exported: ExportedRun) -> str:

@@ -33,19 +33,17 @@ SLOTS = 256
 
 
 def generative_judge(
-    run: Run, reward: Reward, resolution: float, member: Callable[[Run, str, Policy], JudgeMember], ends: TokenEnds
-) -> GenerativeJudge | GenerativeStepJudge:
+    run: Run, reward: Reward, resolution: float, member: Callable[[Run, str, Policy], JudgeMember]
+) -> GenerativeJudge:
     """The judge of a reward, with the weights of its run's last checkpoint.
 
     Args:
         run: the run that it pays.
         resolution: relative noise of a probability that it computes.
         member: loads a reward model, and says whether it reads the tokens of this policy.
-        ends: of the policy's tokenizer, whose tokens steps end at.
 
     Raises:
-        ConfigError: the run did not learn to judge; the meta reward model has another tokenizer; or steps are asked of
-            a judge of whole answers.
+        ConfigError: the run did not learn to judge; or the meta reward model has another tokenizer.
     """
     folder = Path(reward.judge).expanduser()
     own = admitted(folder, parts=("env", "model"), allow=False)
@@ -57,7 +55,7 @@ def generative_judge(
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
     engine = embedded_engine(replace(own, slots=SLOTS), Embedded(), policy, renderer.decode)
     name = folder.resolve().name
-    made = GenerativeJudge(
+    return GenerativeJudge(
         name=name,
         weight=reward.weight,
         judging=judging,
@@ -72,14 +70,29 @@ def generative_judge(
         measured=reward.measured,
         line=_line(name, reward, judging),
     )
-    if judging.separator:
-        return GenerativeStepJudge(made, reward, ends, made.resolution, made.line)
-    if (reward.steps, reward.progress) != ("score", False):
+
+
+def by_its_form(judge: GenerativeJudge, reward: Reward, ends: TokenEnds) -> GenerativeJudge | GenerativeStepJudge:
+    """The judge itself, where it judges whole answers. One that judges steps, as a process reward model.
+
+    Args:
+        ends: of the policy's tokenizer, whose tokens steps end at.
+
+    Raises:
+        ConfigError: steps are asked of a judge of whole answers, or single steps are measured.
+    """
+    if not judge.judging.separator:
+        if (reward.steps, reward.progress) != ("score", False):
+            raise ConfigError(
+                f"judge {judge.name} judges whole answers, and steps and progress are for one that judges steps"
+                " (posttrain run judge env=verify): leave them out"
+            )
+        return judge
+    if reward.measured and reward.steps != "outcome":
         raise ConfigError(
-            f"judge {name} judges whole answers, and steps and progress are for one that judges steps (posttrain run"
-            " judge env=verify): leave them out"
+            f"judge {judge.name}: what is measured is about the whole answer; set env.rewards.N.steps=outcome"
         )
-    return made
+    return GenerativeStepJudge(judge, reward, ends, judge.resolution, judge.line)
 
 
 def _judging(own: Run, path: str) -> Judging:

@@ -4,7 +4,7 @@ step."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -206,6 +206,9 @@ class _CachedScorer:
         if key not in self._known:
             self._known[key] = getattr(self.inner, verb)(packed)
         return self._known[key]
+
+    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
+        return {name: self._cached(name, packed) for name in names}
 
     def score(self, packed: Packed) -> np.ndarray:
         return self._cached("score", packed)

@@ -6,6 +6,7 @@ there is answered at once.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -32,6 +33,7 @@ from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.given import Given
 from posttrain.core.ladders import AnyAlgorithm
+from posttrain.core.over_ranks import SECONDS, RankOptions, torchrun_rank, under_torchrun
 from posttrain.core.ports import Environment
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Evaluation, Reinforce, Run
@@ -57,6 +59,8 @@ def run(
     quiet: bool = False,
     allow_fault: bool = False,
     trust: bool = False,
+    nproc: int | None = None,
+    rank_timeout: float = SECONDS,
     **settings: Any,
 ) -> Result:
     """Run a recipe, or go on with a run that was cut or that shall be longer.
@@ -75,13 +79,22 @@ def run(
             are handed again.
         allow_fault: start even though `fault=NAME` plants a bug on purpose (`posttrain faults`).
         trust: allow what a folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
+        nproc: train with so many processes on this machine, each with a part of the weights (docs/shards.md).
+        rank_timeout: seconds that one of them waits for the others before the run stops and says for whom.
         settings: any other setting by its name: `model="my-model", steps=50, sampling={"max_tokens": 64}`.
     """
     named = {"env": env, "algorithm": algorithm}
     words = [*overrides, *setting_words({n: v for n, v in named.items() if isinstance(v, str)} | settings)]
     own = None if isinstance(algorithm, str) else algorithm
     handed = HandedObjects(None if isinstance(env, str) else env, rewards, own)
-    options = RunOptions(out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust, handed=handed)
+    ranks = RankOptions(nproc=nproc, seconds=rank_timeout)
+    if under_torchrun() and torchrun_rank() > 0:
+        from posttrain.api.ranked import follow
+
+        sys.exit(follow(ranks))
+    options = RunOptions(
+        out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust, ranks=ranks, handed=handed
+    )
     with requested(recipe, words, options) as request:
         from posttrain.api.result import Result
         from posttrain.api.session import open_session

@@ -1,12 +1,25 @@
-"""The optimizers of a run: of its policy, and of a second model that learns beside it."""
+"""The learner and the optimizers of a run: of its policy, and of a second model that learns beside it."""
 
 from __future__ import annotations
 
 import torch
 
 from posttrain.core.run import Model, Optimizer, Run
+from posttrain.engine.embedded.replay import SamplerReplay
 from posttrain.engine.learner import HFLearner
+from posttrain.engine.models import Policy
 from posttrain.engine.optimizer import StageOptimizer
+
+
+def own_learner(run: Run, policy: Policy) -> HFLearner:
+    """The learner of a run in one process."""
+    return HFLearner(
+        policy,
+        gradient_checkpointing=run.model.checkpointing,
+        offload_activations=run.model.offload_activations,
+        sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
+        replays=run.model.router_replay != "none",
+    )
 
 
 def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> StageOptimizer:

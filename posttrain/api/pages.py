@@ -119,8 +119,8 @@ def _table() -> list[str]:
             " passes over a step's"
         ),
         (
-            "tokens beside rollout and learning; (+1): one more where a step takes several optimizer steps, to know the"
-            " start of the step."
+            "tokens beside rollout and learning, where all that is read of the policy's own tokens takes one; (+1): one"
+            " more where a step takes several optimizer steps, to know the start of the step."
         ),
     ]
 

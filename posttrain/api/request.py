@@ -29,6 +29,7 @@ from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.given import Given
+from posttrain.core.over_ranks import RankOptions, check_ranks, torchrun_restarts, under_torchrun
 from posttrain.core.placement import check_machine
 from posttrain.core.ports import Environment
 from posttrain.core.reader import folder_of, run_file
@@ -51,6 +52,7 @@ class RunOptions:
     quiet: bool = False
     allow_fault: bool = False
     trust: bool = False
+    ranks: RankOptions = RankOptions()
     handed: HandedObjects = HandedObjects()
     """Objects of the Python program that starts it."""
 
@@ -80,6 +82,8 @@ class RunRequest:
     the whole run was given."""
     objects: Given = Given()
     """Objects that a Python program handed to the run."""
+    ranks: RankOptions = RankOptions()
+    """The processes that train its model together."""
 
     @property
     def environment(self) -> Environment:
@@ -91,12 +95,28 @@ class RunRequest:
 def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
     """The run that was asked for, checked as far as that needs no torch. Its environments live until the end of the
     block, and so does a fault that it plants."""
+    try:
+        with _prepared(recipe, overrides, options) as request:
+            yield request
+    except BaseException:
+        if under_torchrun():  # the other ranks wait for this one
+            from posttrain.api.ranked import dismiss
+
+            dismiss(options.ranks)
+        raise
+
+
+@contextmanager
+def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
     with ExitStack() as closing:
+        if started_again(options):
+            recipe, overrides, options = "", (), replace(options, out=None, resume=options.out)
         asked = (resumed_run if options.resume is not None else new_run)(recipe, overrides, options)
         if asked.book is not None:
             closing.callback(asked.book.close)
         run = asked.run
         faults.refuse_silent(run.fault, options.allow_fault)
+        check_ranks(run, options.ranks)
         check_early(run, own=None if asked.book is None else asked.book.folder)
         closing.enter_context(faults.planted(run.fault))
         environment = named_environment(run.env, run.seed, asked.objects)
@@ -107,7 +127,14 @@ def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
             closing.callback(other.close)
         asked = settled(asked)
         check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
-        yield replace(asked, quiet=options.quiet, environments=tuple(environments), others=others)
+        check_ranks(asked.run, options.ranks)
+        yield replace(asked, quiet=options.quiet, ranks=options.ranks, environments=tuple(environments), others=others)
+
+
+def started_again(options: RunOptions) -> bool:
+    """Whether torchrun has started this command again after a process died: then the run that it began goes on."""
+    again = under_torchrun() and torchrun_restarts() > 0
+    return again and options.out is not None and (Path(options.out) / "run.json").exists()
 
 
 def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:

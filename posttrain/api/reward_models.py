@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.api.generative_judges import generative_judge
+from posttrain.api.generative_judges import by_its_form, generative_judge
 from posttrain.api.reward_paths import trained_model
 from posttrain.api.target import kept_policy
 from posttrain.core.batch import Packed
@@ -105,11 +105,8 @@ class RewardModels:
         return TokenEnds(RenderedDialogue(renderer, "").text)
 
     def _generative(self, reward: Reward) -> GenerativeJudge | GenerativeStepJudge:
-        made = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], reward_member, self._ends())
-        if isinstance(made, GenerativeStepJudge) and reward.measured and reward.steps != "outcome":
-            raise ConfigError(
-                f"judge {made.name}: what is measured is about the whole answer; set env.rewards.N.steps=outcome"
-            )
+        found = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], reward_member)
+        made = by_its_form(found, reward, self._ends())
         self._made.append(made)
         return made
 

@@ -15,6 +15,7 @@ from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
 from posttrain.api.lineage import began_with, write_lineage
 from posttrain.api.proofs import prove_start
+from posttrain.api.ranked import leading, over_ranks, rank_threads
 from posttrain.api.request import RunRequest
 from posttrain.api.role_table import RoleWatch
 from posttrain.api.summary import conclude, planted_lines
@@ -42,6 +43,7 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.engine.pool.engine_pool import EnginePool
+from posttrain.engine.sharded import refuse_ranks
 from posttrain.role.weights import load_weights
 
 
@@ -138,9 +140,13 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     run, book, quiet = request.run, request.book, request.quiet
     check_drivers(run)
     check_engine(run)
-    threads = use_threads(run.threads or learner_cores(run.placement))
+    over = request.ranks.world is not None
+    threads = use_threads(rank_threads(run, request.ranks) if over else run.threads or learner_cores(run.placement))
     cleanup.callback(use_deterministic(run.deterministic))
+    lead = cleanup.enter_context(leading(run, request.ranks))
     policy = session_policy(request)
+    if over:
+        refuse_ranks(policy)
     notes = request.notes
     if book is None:
         folder = request.out or new_folder(Path("runs"), run.recipe)
@@ -168,7 +174,8 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         ):
             terminal.say(line)
     say = (lambda line: None) if quiet else terminal.say
-    parts = make_parts(run, policy, request.environment, book, trackers, request.others, say)
+    parts = make_parts(run, policy, request.environment, book, trackers, request.others, say, lead)
+    parts = parts if lead is None else over_ranks(parts, run, lead)
     cleanup.callback(parts.close)
     if not quiet and isinstance(parts.sampler, EmbeddedEngine | EnginePool):
         terminal.say(parts.sampler.describe())

@@ -8,6 +8,7 @@ from typing import Any
 from posttrain.checks.schedule import due
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge
+from posttrain.core.ranks import of_every
 from posttrain.core.stage import Optimizer
 from posttrain.engine.fingerprint import fingerprints
 from posttrain.role.events import Event, LearnedEvent, Observer, ObserverReport
@@ -52,7 +53,7 @@ class FrozenCheck(Observer):
     def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
         if not self._digests or not isinstance(event, LearnedEvent) or not due(event.packed.index):
             return None
-        frozen_stays(self._digests, self._now(roles))
+        of_every(roles.trainer.ranks, lambda: frozen_stays(self._digests, self._now(roles)))
         return ObserverReport({"canary/frozen": Gauge(len(self._digests), 1)})
 
     def _now(self, roles: StageRoles[Any]) -> dict[str, str]:

@@ -10,19 +10,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.checks.rank_gradient import DEAF, cotangent, silent_on_all_ranks
 from posttrain.checks.schedule import due
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Learner
+from posttrain.core.ranks import ALONE, Ranks, joint_norm, of_every
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.streams import ADVANTAGE
 from posttrain.engine.learner import HEADS
+from posttrain.engine.sharded import ShardedLearner
 from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, ObserverReport, PackedEvent
 from posttrain.role.probe import packed_text
 from posttrain.role.roles import StageRoles
-from posttrain.role.transport import whole_tensors
 
 NUDGE = 0.05
 """How far a parameter without a gradient is moved to see whether it matters, in standard deviations of its tensor."""
@@ -59,14 +61,15 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
     learner.train_mode(True)
     parameters = {n: p for n, p in learner.parameters().items() if not n.startswith(HEADS)}
     head = {n: p for n, p in learner.parameters().items() if n.startswith("value_head.")}
-    scores = learner.forward(packed, entropy=False, value=bool(head))
-    if head:
-        _reaches_head(scores.value, head)
-    logp = scores.logp
-    cotangent = torch.linspace(0.5, 1.5, len(logp), dtype=logp.dtype, device=logp.device)
-    gradients = torch.autograd.grad(logp, list(parameters.values()), cotangent, allow_unused=True)
+    if isinstance(learner, ShardedLearner):
+        silent = silent_on_all_ranks(learner, packed, parameters, head)
+    else:
+        scores = learner.forward(packed, entropy=False, value=bool(head))
+        if head:
+            _reaches_head(scores.value, head)
+        found = torch.autograd.grad(scores.logp, list(parameters.values()), cotangent(scores.logp), allow_unused=True)
+        silent = [n for n, g in zip(parameters, found, strict=True) if g is None or not bool(g.any())]
     learner.train_mode(False)
-    silent = [n for n, g in zip(parameters, gradients, strict=True) if g is None or not bool(g.any())]
     still = learner.score(packed)
     cut = [n for n in silent if _felt(learner, packed, parameters[n], still)]
     if cut:
@@ -85,15 +88,14 @@ def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
     elif not deaf:
         deaf = list(head)
     if deaf:
-        raise InvariantError(
-            f"{', '.join(deaf)} get no gradient from the values that they make: values would stay as they are. Look for"
-            " a detach, a hook, or requires_grad=False in the value head"
-        )
+        raise InvariantError(DEAF.format(", ".join(deaf)))
 
 
 @torch.no_grad()
 def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) -> bool:
     kept = parameter.detach().clone()
+    if not kept.numel():  # a rank without rows of this weight: the others move theirs
+        return float(np.abs(learner.score(packed) - before).max()) > FELT
     size = float(kept.float().std()) if kept.numel() > 1 else 0.0
     signs = torch.arange(kept.numel(), device=kept.device).remainder(2).mul(2).sub(1).view_as(kept)
     parameter.add_((signs * NUDGE * (size or max(0.01, float(kept.abs().max())))).to(kept.dtype))
@@ -147,6 +149,9 @@ class Handed:
         trained, part = optimizer.trained(), {} if share == 1 else {"share": share}
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
         norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads.values()))
+        ranks: Ranks = getattr(optimizer, "ranks", ALONE)
+        norm = norm if ranks.world == 1 else joint_norm(ranks.every(norm))
+        grads = {n: g for n, g in grads.items() if g.numel()}  # a rank may have no row of a weight
         largest: dict[str, Largest] = {}
         for name, g in grads.items():
             at = int(g.abs().argmax())
@@ -266,7 +271,8 @@ class UpdateCheck(Observer):
 
     async def begin(self, roles: StageRoles[Any]) -> None:
         frozen = {n: p for n, p in roles.learner.parameters().items() if roles.stage.optimizer.frozen(n)}
-        served_is_trained(dict(whole_tensors(roles.learner.shards())), {**roles.trainer.trained(), **frozen})
+        served = {s.name: s.tensor for s in roles.learner.shards()}
+        served_is_trained(served, {**roles.trainer.trained(), **frozen})
         gradient_reaches(roles.learner, roles.sync.probe_ids)
 
     def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
@@ -283,14 +289,18 @@ class UpdateCheck(Observer):
         return None
 
     def _follow(self, roles: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
+        """Over several ranks each holds its own rows against the definition, and all have the same gauges."""
+        seen = merge(*of_every(roles.trainer.ranks, lambda: self._own(roles, handed, lr)))
+        self._moved = self._moved or "canary/moved" in seen
+        return seen
+
+    def _own(self, roles: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
         trained, optimizer = roles.trainer.trained(), roles.trainer.optimizer
         if self._moved:
             keeps_to_schedule(roles.stage.optimizer, handed, trained, lr)
             return Gauges()
-        seen = moved(handed, trained, lr)
-        self._moved = bool(seen)
         return merge(
-            seen,
+            moved(handed, trained, lr),
             update_agrees(roles.stage.optimizer, handed, trained, optimizer.state_tensors()) if handed.expected else {},
         )
 

@@ -165,7 +165,7 @@ OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = 
 """By the type of the stage. A type that is not here, and derives from none that is, is not checked."""
 
 
-def observers(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> Observers:
+def checks_of(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of `stage`.
 
     Args:
@@ -173,4 +173,9 @@ def observers(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> O
         kept: what a checkpoint stored of all observers.
     """
     kind = next((k for k in type(stage).__mro__ if k in OF), None)
-    return Observers(() if kind is None else OF[kind](steps, kept))
+    return [] if kind is None else OF[kind](steps, kept)
+
+
+def observers(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> Observers:
+    """The same as one."""
+    return Observers(checks_of(stage, steps, kept))

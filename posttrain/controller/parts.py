@@ -96,6 +96,9 @@ class RunParts:
     """A new optimizer for the learner's parameters."""
     beside: Callable[[OptimizerConfig], tuple[Learner, WeightOptimizer]]
     """A second model that trains: a copy of the learner as it is now, with an optimizer of its own."""
+    make_trainer: Callable[[Learner, WeightOptimizer, int, int], Trainer] = Trainer
+    """The trainer of a learner and an optimizer; its micro-batches have so many tokens, and it begins at this version
+    of the weights."""
     settings: Mapping[str, StageSetting] = field(default_factory=dict[str, StageSetting])
     """For the stages that have an environment of their own, by the stage's name."""
     trained_judges: Callable[[Stage], tuple[EpisodeJudge, ...]] = lambda stage: ()
@@ -188,4 +191,4 @@ class RunParts:
         return result
 
     def trainer(self, config: OptimizerConfig, micro_tokens: int) -> Trainer:
-        return Trainer(self.learner, self.optimize(config), micro_tokens, self.version)
+        return self.make_trainer(self.learner, self.optimize(config), micro_tokens, self.version)

@@ -47,19 +47,12 @@ def reads(a: Algorithm) -> tuple[str, ...]:
 
 def cost(a: Algorithm) -> Cost:
     passes: list[str] = []
-    late = 0
-    if a.start_before_loss:
-        passes.append("the policy at the start of the step")
-    elif "start" in a.reads:
-        late = 1
+    own = _own(a)
+    late = int("start" in a.reads and not own)
+    if own:
+        passes.append(" with ".join(own))
     if "reference" in a.reads:
         passes.append("the reference")
-    if "values" in a.reads:
-        passes.append("the values")
-    if "entropy" in a.reads:
-        passes.append("the policy's entropies")
-    if "energy" in a.reads:
-        passes.append("the policy's energies, |d log pi / d logits|^2")
     if "implicit" in a.reads:
         passes.append("the implicit process reward model, which also learns from every token")
     if "teacher" in a.reads:
@@ -71,6 +64,18 @@ def cost(a: Algorithm) -> Cost:
         late += 1
         passes.append("the policy before every optimizer step of a batch but the first")
     return Cost(forwards, late, tuple(passes), tuple(_generation(a)), tuple(_memory(a)))
+
+
+def _own(a: Algorithm) -> list[str]:
+    """What one pass of the policy over its own tokens gives (`core.streams.OWN`), besides what needs a pass only where
+    a step takes several optimizer steps."""
+    named = (
+        ("the policy at the start of the step", a.start_before_loss),
+        ("the values", "values" in a.reads),
+        ("the policy's entropies", "entropy" in a.reads),
+        ("the policy's energies, |d log pi / d logits|^2", "energy" in a.reads),
+    )
+    return [name for name, yes in named if yes]
 
 
 def _generation(a: Algorithm) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,9 +55,7 @@ class Sampler(Protocol):
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: log-probs of ids[1:], each given all tokens before it, at temperature 1 without truncation.
-
-        It is for checking that the served weights are the ones that were sent. Rollouts never need it.
-        """
+        It checks that the served weights are the ones that were sent."""
         ...
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
@@ -127,12 +125,15 @@ class Learner(Examiner, Protocol):
         """Differentiable scores of one micro-batch; with `candidates_MK` also the log-probs of those tokens.
 
         With `head_only` the gradient of the value stops at the value head. With `rewards` the reward head reads each
-        segment. Without `logp` there are no log-probs, and the language-model head does not run.
-        """
+        segment. Without `logp` there are no log-probs, and the language-model head does not run."""
         ...
 
     def rewards(self, packed: Packed) -> np.ndarray:
         """float32 [S]: the reward head's score of each segment, without gradient."""
+        ...
+
+    def examine(self, packed: Packed, names: Collection[str]) -> Mapping[str, np.ndarray]:
+        """What its methods of these `names` (score, value, entropy, energy) return, from one pass of the layers."""
         ...
 
     def value(self, packed: Packed) -> np.ndarray:
@@ -236,8 +237,7 @@ class Attempt:
     ids: tuple[int, ...] = ()
     """Ids of the tokens that the policy said, of all turns. Empty where an answer was written without tokens."""
     batched: bool = False
-    """Whether the answers of its group are judged together later (`Abilities.together`). Then `judge` leaves those
-    sources out."""
+    """Whether its group is judged as one later (`Abilities.together`). Then `judge` leaves those sources out."""
 
     @property
     def text(self) -> str:
@@ -283,7 +283,7 @@ class Talk(Seat, Protocol):
         ...
 
     def leave(self, state: Any) -> None:
-        """Set the environment's state, as plain data. Verifiers and the record see the last one (`Attempt.state`)."""
+        """Set the environment's state, plain data. Verifiers see the last one (`Attempt.state`); a record keeps it."""
         ...
 
 

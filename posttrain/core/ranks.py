@@ -7,11 +7,13 @@ exchange says is compared, so a rank that went another way is named instead of w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from posttrain.core.errors import InvariantError
+
+T = TypeVar("T")
 
 
 class Ranks(Protocol):
@@ -58,6 +60,26 @@ def check_same(ranks: Ranks, value: Any, what: str, advice: str) -> None:
             f"ranks do not have the same {what}: rank 0 has {found[0]!r}, rank {others[0]} has {found[others[0]]!r}."
             f" {advice}"
         )
+
+
+def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
+    """What `function` returns on each rank, in the order of the ranks.
+
+    Raises:
+        InvariantError: on every rank, where it was raised on one; the first such rank is named.
+    """
+    if ranks.world == 1:
+        return [function()]
+    value, wrong = None, ""
+    try:
+        value = function()
+    except InvariantError as error:
+        wrong = str(error)
+    found: list[tuple[T, str]] = ranks.every((value, wrong))
+    for rank, (_, text) in enumerate(found):
+        if text:
+            raise InvariantError(f"rank {rank}: {text}")
+    return [x for x, _ in found]
 
 
 def joint_norm(norms: Sequence[float]) -> float:

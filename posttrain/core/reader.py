@@ -75,6 +75,7 @@ def folder_of(path: Path | str) -> tuple[Path, str | None]:
 
 
 def run_file(folder: Path | str) -> RunFile:
+    """What the `run.json` of a run folder holds. Raises RunFolderError where there is none, or it is damaged."""
     folder = Path(folder)
     path = folder / "run.json"
     if not path.exists():

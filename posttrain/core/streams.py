@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
@@ -190,6 +191,11 @@ class Scoring:
             )
         return self.frozen
 
+    @cached_property
+    def own(self) -> Mapping[str, np.ndarray]:
+        """All that the policy is asked about its own tokens (`OWN`), from one forward pass."""
+        return self.learner.examine(self.packed, [name for name, wanted in OWN.items() if wanted(self)])
+
     @property
     def read(self) -> Packed:
         """What the reference reads."""
@@ -277,12 +283,20 @@ def _teacher(s: Scoring) -> tuple[np.ndarray, np.ndarray]:
     return top.ids, top.logp
 
 
+OWN: dict[str, Callable[[Scoring], bool]] = {
+    "score": _start_is_scored,
+    "value": lambda s: "values" in s.algorithm.reads,
+    "entropy": lambda s: "entropy" in s.algorithm.reads,
+    "energy": lambda s: "energy" in s.algorithm.reads,
+}
+"""What the policy is asked about its own tokens (`Learner.examine`), and when."""
+
 SCORED: list[Maker[Scoring]] = [
-    Maker((START,), _start_is_scored, lambda s: (s.learner.score(s.packed),)),
+    Maker((START,), OWN["score"], lambda s: (s.own["score"],)),
     Maker((REFERENCE,), lambda s: "reference" in s.algorithm.reads, lambda s: (s.reference.score(s.read),)),
-    Maker((VALUE,), lambda s: "values" in s.algorithm.reads, lambda s: (s.learner.value(s.packed),)),
-    Maker((ENTROPY,), lambda s: "entropy" in s.algorithm.reads, lambda s: (s.learner.entropy(s.packed),)),
-    Maker((ENERGY,), lambda s: "energy" in s.algorithm.reads, lambda s: (s.learner.energy(s.packed),)),
+    Maker((VALUE,), OWN["value"], lambda s: (s.own["value"],)),
+    Maker((ENTROPY,), OWN["entropy"], lambda s: (s.own["entropy"],)),
+    Maker((ENERGY,), OWN["energy"], lambda s: (s.own["energy"],)),
     Maker((IMPLICIT,), lambda s: "implicit" in s.algorithm.reads, _implicit),
     Maker((TOP_IDS, TOP_LOGP), lambda s: s.algorithm.distill is not None, _teacher),
 ]

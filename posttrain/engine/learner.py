@@ -6,7 +6,7 @@ Axis letters: N packed positions, M spoken tokens, H hidden width.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.heads import NAME, RewardHead, value_head
 from posttrain.engine.learner_routers import LearnerRouters, refuse_replay
 from posttrain.engine.models import Policy, named_tensors, served_tensors
-from posttrain.engine.packed_reader import SCORE_TOKENS, PackedReader, device_ids, forward_only, joined
+from posttrain.engine.packed_reader import SCORE_TOKENS, PackedReader, Reading, device_ids, forward_only, joined
 from posttrain.engine.quantise import make_float
 from posttrain.engine.stateful import is_stateful
 from posttrain.engine.transform import logit_dtype
@@ -178,10 +178,22 @@ class HFLearner:
 
         return warmed_up(self._reader.out, measure)
 
+    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
+        """What `score`, `value`, `entropy` and `energy` return, those of these names, from one pass of the layers."""
+        reader = self._reader
+        known: dict[str, Reading] = {
+            "score": reader.logp_of,
+            "value": lambda part, hidden: self._values(hidden),
+            "entropy": reader.entropy_of,
+            "energy": reader.energy_of,
+        }
+        sampled = {"score": self.score(packed)} if self._sampled is not None and "score" in names else {}
+        asked = {name: known[name] for name in names if name not in sampled}
+        return (reader.each(packed, asked) if asked else {}) | sampled
+
     def value(self, packed: Packed) -> np.ndarray:
         """float32 [M] estimates before each spoken token, without gradient."""
-        with forward_only(self.policy.module):
-            return joined([self._values(self._reader.hidden(part)) for part in packed.split(SCORE_TOKENS)])
+        return self.examine(packed, ["value"])["value"]
 
     def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
         """Where each spoken token lies in the distribution it was drawn from; see `logprob.odds`."""

@@ -5,7 +5,7 @@ Axis letters: N packed positions, M spoken tokens, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,8 @@ from posttrain.engine.wide_head import prove_logprobs
 
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""
+Reading = Callable[[Packed, Tensor], Tensor]
+"""From a part of a batch and its hidden states [M, H] to [M]."""
 
 
 class PackedReader:
@@ -99,14 +101,38 @@ class PackedReader:
     def score(self, packed: Packed, dtype: torch.dtype = torch.float32) -> np.ndarray:
         """[M], forward only, in parts of at most `SCORE_TOKENS`."""
         with forward_only(self.module):
-            parts = [self.head(part, self.hidden(part), False)[0] for part in packed.split(SCORE_TOKENS)]
+            parts = [self.logp_of(part, self.hidden(part)) for part in packed.split(SCORE_TOKENS)]
             return torch.cat(parts).to(dtype).cpu().numpy()
+
+    def each(self, packed: Packed, functions: Mapping[str, Reading]) -> dict[str, np.ndarray]:
+        """float32 [M] of each function, forward only. The layers run once for all of them, so each has the bits that it
+        has alone."""
+        out: dict[str, list[Tensor]] = {name: [] for name in functions}
+        with forward_only(self.module):
+            for part in packed.split(SCORE_TOKENS):
+                hidden = self.hidden(part)
+                for name, function in functions.items():
+                    out[name].append(function(part, hidden))
+            return {name: joined(parts) for name, parts in out.items()}
+
+    def logp_of(self, part: Packed, hidden: Tensor) -> Tensor:
+        return self.head(part, hidden, False)[0]
+
+    def entropy_of(self, part: Packed, hidden: Tensor) -> Tensor:
+        found = self.head(part, hidden, True)[1]
+        assert found is not None
+        return found
+
+    def energy_of(self, part: Packed, hidden: Tensor) -> Tensor:
+        target = device_ids(part.target_M, hidden.device)
+        return energies(hidden, self.out.weight, self.out.bias, target, **self._contract(part))
+
+    def collision_of(self, part: Packed, hidden: Tensor) -> Tensor:
+        return energies(hidden, self.out.weight, self.out.bias, None, **self._contract(part))
 
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M], forward only."""
-        with forward_only(self.module):
-            found = (self.head(part, self.hidden(part), True)[1] for part in packed.split(SCORE_TOKENS))
-            return joined([x for x in found if x is not None])
+        return self.each(packed, {"": self.entropy_of})[""]
 
     def odds(self, packed: Packed, temperatures: Sequence[float]) -> Odds:
         """float64, forward only."""
@@ -120,13 +146,7 @@ class PackedReader:
 
     def energy(self, packed: Packed, targeted: bool = True) -> np.ndarray:
         """float32 [M], forward only; not `targeted`: of the distribution alone."""
-        out, parts = self.out, list[Tensor]()
-        with forward_only(self.module):
-            for part in packed.split(SCORE_TOKENS):
-                hidden = self.hidden(part)
-                target = device_ids(part.target_M, hidden.device) if targeted else None
-                parts.append(energies(hidden, out.weight, out.bias, target, **self._contract(part)))
-            return joined(parts)
+        return self.each(packed, {"": self.energy_of if targeted else self.collision_of})[""]
 
     def candidates(self, packed: Packed, hidden: Tensor, ids_MK: Tensor) -> Tensor:
         """[M, K] log-probs of `ids_MK`, differentiable."""

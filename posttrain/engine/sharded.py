@@ -15,7 +15,7 @@ which share memory with the model, and the gradient of a pass is put into them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ class ShardedLearner(HFLearner):
     """
 
     def __init__(self, policy: Policy, ranks: ProcessRanks) -> None:
-        _refuse(policy)
+        refuse_ranks(policy)
         super().__init__(replace(policy, share_prefixes=False))
         self.ranks = ranks
         heads: dict[str, nn.Module] = {"value_head": self.value_head}
@@ -109,8 +109,8 @@ class ShardedLearner(HFLearner):
     def packed_score(self, packed: Packed) -> np.ndarray:
         return self._together(lambda: super(ShardedLearner, self).packed_score(packed))
 
-    def value(self, packed: Packed) -> np.ndarray:
-        return self._together(lambda: super(ShardedLearner, self).value(packed))
+    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
+        return self._together(lambda: super(ShardedLearner, self).examine(packed, names))
 
     def rewards(self, packed: Packed) -> np.ndarray:
         return self._together(lambda: super(ShardedLearner, self).rewards(packed))
@@ -196,7 +196,7 @@ def _rows(tensor: DTensor) -> Tensor:
         return tensor.to_local().detach()
 
 
-def _refuse(policy: Policy) -> None:
+def refuse_ranks(policy: Policy) -> None:
     """ConfigError for what is not built, or not shown to be right, over several ranks."""
     config = policy.module.config.get_text_config(decoder=True)
     experts = next((int(n) for n in (getattr(config, e, None) for e in EXPERTS) if n), 0)

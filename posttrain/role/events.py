@@ -37,11 +37,15 @@ from posttrain.role.steps import LabelledAnswer
 
 @dataclass(frozen=True, eq=False)
 class PlayedEvent:
+    """The rollouts were played and judged."""
+
     experience: Experience
 
 
 @dataclass(frozen=True, eq=False)
 class KeptEvent:
+    """Completions were selected to be imitated, and the weights to train are in place."""
+
     round: int
     """The round that imitates them, counted from 1."""
     improvement: int
@@ -53,6 +57,8 @@ class KeptEvent:
 
 @dataclass(frozen=True, eq=False)
 class LabelledEvent:
+    """Answers were cut into steps, and completed from the end of each."""
+
     index: int
     """The step, counted from 1."""
     answers: tuple[LabelledAnswer, ...]
@@ -60,6 +66,8 @@ class LabelledEvent:
 
 @dataclass(frozen=True, eq=False)
 class RegeneratedEvent:
+    """Wrong answers were said anew from their first wrong step."""
+
     index: int
     """The step, counted from 1."""
     answers: tuple[RegeneratedAnswer, ...]
@@ -67,12 +75,16 @@ class RegeneratedEvent:
 
 @dataclass(frozen=True, eq=False)
 class ScoredEvent:
+    """The models scored the answers; credit is not computed yet."""
+
     experience: Experience
     groups: tuple[ScoredGroup, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class OutcomesEvent:
+    """An implicit process reward model is about to learn the outcomes of the answers."""
+
     index: int
     """The step, counted from 1."""
     batch: Batch
@@ -81,6 +93,8 @@ class OutcomesEvent:
 
 @dataclass(frozen=True, eq=False)
 class PackedEvent:
+    """A minibatch was packed; there was no forward pass on it yet."""
+
     index: int
     """The step, counted from 1."""
     batch: Batch
@@ -92,6 +106,8 @@ class PackedEvent:
 
 @dataclass(frozen=True, eq=False)
 class DifferentiatedEvent:
+    """The gradient of a minibatch was computed; the optimizer has not stepped yet."""
+
     packed: PackedEvent
     passes: Passes
     share: float = 1.0
@@ -100,6 +116,8 @@ class DifferentiatedEvent:
 
 @dataclass(frozen=True, eq=False)
 class LearnedEvent:
+    """The optimizer has stepped; the sampler has the old weights."""
+
     packed: PackedEvent
     passes: Passes
     lr: float
@@ -108,12 +126,16 @@ class LearnedEvent:
 
 @dataclass(frozen=True, eq=False)
 class PushedEvent:
+    """The sampler serves the new weights."""
+
     experience: Experience
     credit: Credit
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedEvent:
+    """A held-out evaluation has ended."""
+
     report: EvaluationReport
     version: int
     """The version of the weights that were evaluated."""
@@ -121,6 +143,8 @@ class EvaluatedEvent:
 
 @dataclass(frozen=True, eq=False)
 class RestoredEvent:
+    """Something was restored from a checkpoint."""
+
     what: str
     """What was restored, in words."""
     saved: str

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from posttrain.core import foreign
+from posttrain.core.divided import DividedState, DividedWeights
 from posttrain.core.errors import RunFolderError
 from posttrain.core.ports import Learner
+from posttrain.role.saved_parts import SavedTensors, part_files
 from posttrain.role.trainer import WeightOptimizer
 
 WEIGHTS = "weights.safetensors"
@@ -24,20 +25,32 @@ AVERAGE = "ema."
 
 def save_weights(folder: Path, learner: Learner) -> None:
     """Every trainable parameter, the value head included."""
+    if isinstance(learner, DividedWeights):
+        learner.write_weights(folder)
+        return
     save_file({n: p.detach().contiguous() for n, p in learner.parameters().items()}, folder / WEIGHTS)
 
 
 def load_weights(folder: Path, learner: Learner) -> None:
     """Load weights into the learner, in place; RunFolderError if their names or shapes are another model's. A learner
     without a reward head takes the other weights alone."""
+    if isinstance(learner, DividedWeights):
+        learner.read_weights(folder)
+        return
     _copy(_load(folder / WEIGHTS), learner.parameters(), folder / WEIGHTS)
 
 
 def save_optimizer(folder: Path, optimizer: WeightOptimizer) -> None:
+    if isinstance(optimizer, DividedState):
+        optimizer.write_state(folder)
+        return
     save_file({n: t.contiguous() for n, t in optimizer.state_tensors().items()}, folder / OPTIMIZER)
 
 
 def load_optimizer(folder: Path, optimizer: WeightOptimizer) -> None:
+    if isinstance(optimizer, DividedState):
+        optimizer.read_state(folder)
+        return
     optimizer.load_state_tensors(_load(folder / OPTIMIZER))
 
 
@@ -48,7 +61,7 @@ def load_average(folder: Path, learner: Learner) -> None:
         RunFolderError: it has none.
     """
     load_weights(folder, learner)
-    held = _load(folder / OPTIMIZER) if (folder / OPTIMIZER).exists() else {}
+    held = _load(folder / OPTIMIZER) if part_files(folder / OPTIMIZER) else {}
     averages = {n.removeprefix(AVERAGE): t for n, t in held.items() if n.startswith(AVERAGE)}
     if not averages:
         raise RunFolderError(
@@ -62,21 +75,22 @@ def load_average(folder: Path, learner: Learner) -> None:
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file; RunFolderError if it is missing, not a file, cut short or damaged."""
-    with foreign.opened(path, RunFolderError):
-        pass
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise RunFolderError(f"{path} is damaged ({error}). Go on from another checkpoint") from error
+    """The tensors of a file, or of the files of several processes; RunFolderError if they are missing, not files, cut
+    short or damaged."""
+    return SavedTensors(path).whole()
 
 
-def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
-    """A copy of the weights in memory."""
+def snapshot(learner: Learner) -> Any:
+    """A copy of the weights in memory, for `restore`."""
+    if isinstance(learner, DividedWeights):
+        return learner.copied_weights()
     return {n: p.detach().clone() for n, p in learner.parameters().items()}
 
 
-def restore(learner: Learner, weights: Mapping[str, torch.Tensor]) -> None:
+def restore(learner: Learner, weights: Any) -> None:
+    if isinstance(learner, DividedWeights):
+        learner.put_weights(weights)
+        return
     _copy(weights, learner.parameters(), None)
 
 

@@ -20,7 +20,7 @@ LINK = re.compile(r"(!?)\[((?:`[^`]*`|!\[[^\]]*\]\([^)]*\)|[^\]\[])*)\]\(([^)\s]
 CODE = re.compile(r"^`((?:posttrain|tests)/[\w/.-]+\.py)(?:::\w+)?`$")
 SHOWN = re.compile(r"docs/(?:architecture|laws|pains|papers|your-algorithm)\.md|README\.md|posttrain/.*")
 """Pages in which the name of a source file leads to a page that shows it."""
-MARK = re.compile(r"(?<![\w-])([A-E]\d{2})\b|\b((?:[Ll]aw|[Pp]ain) \d+)\b(?![.,]\d)")
+MARK = re.compile(r"(?<![\w-])([A-E]\d{2}|F(?:\.\d+)+)\b|\b((?:[Ll]aw|[Pp]ain) \d+)\b(?![.,]\d)")
 UNCUT = re.compile(r"^\| (\d{4}-\d\d-\d\d|[A-Z]-\d\d) \|")
 """A row of a table that begins with a date, or with a number such as H-07, which the site does not cut at a hyphen."""
 HEADING = re.compile(r"^(#{1,6}) (.*)$")
@@ -89,7 +89,7 @@ def marks(pages: dict[str, str]) -> dict[str, str]:
     for name in ("papers", "laws", "pains"):
         for line in pages.get(f"docs/{name}.md", "").splitlines():
             heading = HEADING.match(line)
-            if heading and (found := re.match(r"([A-E]\d{2}|Law \d+|Pain \d+)\. ", heading[2])):
+            if heading and (found := re.match(r"([A-E]\d{2}|F(?:\.\d+)+|Law \d+|Pain \d+)\. ", heading[2])):
                 out[found[1].lower()] = f"docs/{name}.md#{slug(heading[2])}"
     return out
 

@@ -231,10 +231,18 @@ def _plain(found: Any) -> str:
     return " ".join(found.docstring.value.split()) if found.docstring is not None else ""
 
 
+ABBREVIATED = re.compile(r"\b(?:al|Eq|Sec|e\.g|i\.e|cf|vs)$")
+"""What a full stop follows that ends no sentence."""
+
+
 def summary(found: Any) -> str:
     """The first sentence of a docstring."""
-    first = _plain(found).partition(". ")[0].rstrip(".")
-    return escaped(first)
+    text = _plain(found)
+    for stop in re.finditer(r"\. |\.$", text):
+        first = text[: stop.start()]
+        if first.count("(") == first.count(")") and not ABBREVIATED.search(first):
+            return escaped(first)
+    return escaped(text)
 
 
 def _cell(text: str) -> str:

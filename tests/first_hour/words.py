@@ -52,6 +52,8 @@ EXEMPT = (
     Exempt("*", r"(python|python3) (tour/|-m (posttrain\.api\.pages|scripts\.ci|tests\.first_hour)\b)", CHECKOUT),
     Exempt("*", r"(\w+=\w+ )?python -m pytest\b", CHECKOUT),
     Exempt("*", r"torchrun .*\btests/", CHECKOUT),
+    Exempt("*", r"torchrun .*--nnodes\b", "needs two machines; tests/prove/test_rank_runs.py has two on loopback"),
+    Exempt("*", r".*\bplacement=ray .*placement\.address=", "needs a Ray cluster of several machines"),
     Exempt("*", r"(python|python3) -m scripts\.site\.", WRITES),
     Exempt("*", r"(python|python3) (-m )?benchmarks[./]", MEASURES),
     Exempt("*", r"(python|python3) -m venv", "the environment is there"),

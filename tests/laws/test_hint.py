@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -88,6 +89,10 @@ class Mind:
     def score(self, packed: Packed) -> np.ndarray:
         rows = self.rows(packed).detach().numpy()
         return rows[np.arange(packed.spoken), packed.target_M].astype(np.float32)
+
+    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
+        assert list(names) == ["score"]
+        return {"score": self.score(packed)}
 
     def top(self, packed: Packed, k: int) -> Top:
         rows = self.rows(packed).detach().numpy()

@@ -3,7 +3,7 @@ the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -193,9 +193,13 @@ def test_scorers_are_asked_where_they_are_wanted() -> None:
             asked.append("score")
             return np.zeros(packed.spoken, np.float32)
 
+        def examine(self, packed: Packed, names: Sequence[str]) -> dict[str, np.ndarray]:
+            asked.append(f"examine {', '.join(names)}")
+            return {name: np.zeros(packed.spoken, np.float32) for name in names}
+
     learner, both = cast("Learner", Listed()), replace(GRPO, name="both")
     first, _ = score(groups(), both, learner, learner, optimizer_steps=2)
-    assert asked == ["score", "score"] and [s.name for s in first.episodes[0].streams] == ["start", "reference"]
+    assert asked == ["examine score", "score"] and [s.name for s in first.episodes[0].streams] == ["start", "reference"]
     once, _ = score(groups(), both, learner, learner, optimizer_steps=1)
     assert START not in once.episodes[0], "the policy is its own start where it takes one optimizer step"
     with pytest.raises(InvariantError, match="reads a reference"):

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from posttrain.core.batch import Packed
 from posttrain.core.errors import DataError, RunFolderError
+from posttrain.core.ladder import LADDER
 from posttrain.core.run import Optimizer
 from posttrain.core.sampling import Sampling
+from posttrain.core.streams import SCORED, Scoring
+from posttrain.engine import packed_reader
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.optimizer import StageOptimizer
@@ -126,6 +129,39 @@ def test_checkpointing_changes_no_gradient_and_scoring_leaves_no_trace() -> None
     assert furthest(gradients(plain, [batch]), gradients(saving, [batch])) < 1e-12
     saving.score(batch)
     assert saving.policy.module.training and all(p.grad is None for p in saving.parameters().values())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_one_pass_reads_has_the_bits_of_each_alone(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, batch, names = HFLearner(policy(arch)), packed(6), ("score", "value", "entropy", "energy")
+    torch.nn.init.normal_(learner.value_head.weight)
+    monkeypatch.setattr(packed_reader, "SCORE_TOKENS", 60)
+    assert len(batch.split(60)) > 1
+    alone, positions = dict[str, np.ndarray](), set[int]()
+    for name in names:
+        before = learner._reader.computed
+        alone[name] = getattr(learner, name)(batch)
+        positions.add(learner._reader.computed - before)
+    before = learner._reader.computed
+    together = learner.examine(batch, names)
+    assert {learner._reader.computed - before} == positions
+    assert list(together) == list(names) and all(np.array_equal(together[n], alone[n]) for n in names)
+    assert list(learner.examine(batch, ["energy"])) == ["energy"] and learner.examine(batch, []) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "own"), [("ppo", 1, ["value"]), ("ppo", 2, ["score", "value"]), ("vcpo", 1, ["score", "energy"])]
+)
+def test_a_step_reads_its_own_tokens_in_one_pass(name: str, steps: int, own: list[str]) -> None:
+    """The reference has weights of its own, and a pass of its own."""
+    p = policy()
+    learner, reference, batch = HFLearner(p), FrozenScorer(p), packed(4)
+    learner.score(batch)
+    once = learner._reader.computed
+    scoring = Scoring(batch, LADDER[name], learner, reference, steps)
+    made = {stream.name for maker in SCORED for stream in maker.make(scoring)}
+    assert learner._reader.computed == 2 * once and list(scoring.own) == own
+    assert {"values" if "value" in own else "energy"} | ({"start"} if "score" in own else set()) <= made
 
 
 def test_names_are_those_of_transformers_with_ties_once() -> None:

@@ -27,6 +27,7 @@ from posttrain.engine.loss_scale import FIRST, PATIENCE, LossScale
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.readout import ReadOut, read_out
 from posttrain.engine.wide_head import prove_logits, prove_logprobs
+from posttrain.faults import find
 from posttrain.role.rollout import Rollout
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
@@ -213,6 +214,15 @@ def test_the_same_bits_hide_no_fault_of_an_adapter(name: str, tmp_path: Path) ->
     settings = ("exact=true", "model.lora.rank=4", f"fault={name}")
     with pytest.raises(InvariantError, match=r"does not compute with the adapter|scores a canary otherwise"):
         posttrain.run(only_rl(tiny_run(steps=1)), *settings, out=tmp_path / "run", quiet=True, allow_fault=True)
+
+
+@pytest.mark.parametrize("name", ["attention_crosses_answers", "tree_leaks_a_sibling"])
+def test_the_same_bits_hide_no_fault_of_the_pass_that_learns(name: str, tmp_path: Path) -> None:
+    """The values of the loss are the sampler's, and its gradients come from the packed pass."""
+    run, fault = only_rl(tiny_run(steps=1)), find(name)
+    settings = (*fault.shows, "exact=true", f"fault={name}")
+    with pytest.raises(InvariantError, match=r"disagree about the same weights|differ|shared"):
+        posttrain.run(run, *settings, out=tmp_path / "run", quiet=True, allow_fault=True)
 
 
 def test_the_same_bits_hide_no_fault_of_the_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import posttrain
-from posttrain.api.generative_judges import generative_judge
+from posttrain.api.generative_judges import by_its_form, generative_judge
 from posttrain.api.reward_models import reward_member
 from posttrain.api.searched import evaluate_searches
 from posttrain.checks.generative import shows_no_verdict, step_votes_are_counted
@@ -214,6 +214,16 @@ def test_what_becomes_of_the_scores_is_a_choice_of_the_reward() -> None:
         Reward(function="judge:v", steps="outcome", progress=True)
 
 
+def test_steps_are_not_asked_of_a_judge_of_whole_answers() -> None:
+    judge, _ = verifier(Reward(function="judge:v"))
+    whole = replace(judge.verifier, judging=replace(judge.verifier.judging, separator=""))
+    assert by_its_form(whole, Reward(function="judge:v"), TokenEnds(letters)) is whole
+    with pytest.raises(ConfigError, match="judges whole answers, and steps and progress are for one that judges steps"):
+        by_its_form(whole, Reward(function="judge:v", steps="pay"), TokenEnds(letters))
+    with pytest.raises(ConfigError, match="what is measured is about the whole answer"):
+        by_its_form(judge.verifier, Reward(function="judge:v", measured=True), TokenEnds(letters))
+
+
 def test_an_answer_with_a_step_that_cannot_be_read_is_failed() -> None:
     judge, _ = verifier(Reward(function="judge:v"))
     read, unread, empty = scored(judge, "3+4=7;7+5=12", "3+4=7;7+5=18", "")
@@ -302,7 +312,7 @@ def test_the_score_of_a_step_is_of_the_verifiers_own_tokens(tmp_path: Path) -> N
     folder = learned(tmp_path / "taught")
     own = reader.run_file(folder).run
     reward = Reward(function=f"judge:{folder}", votes=3)
-    made = generative_judge(own, reward, 1e-5, reward_member, TokenEnds(letters))
+    made = by_its_form(generative_judge(own, reward, 1e-5, reward_member), reward, TokenEnds(letters))
     assert isinstance(made, GenerativeStepJudge)
     judge = made.verifier
 

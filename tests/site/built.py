@@ -142,6 +142,16 @@ def test_every_page_says_whom_it_is_for(site: Path) -> None:
     assert not [p for p, text in said.items() if "After this page you" not in text]
 
 
+def test_the_reference_says_what_each_name_is(site: Path) -> None:
+    """In a whole sentence, or its first clause: no cell is empty or cut at a full stop inside of brackets."""
+    text = (site / "reference/index.html").read_text(encoding="utf-8")
+    rows = [re.findall(r"<td>(.*?)</td>", row, re.S) for row in re.findall(r"<tr.*?</tr>", text, re.S)]
+    said = {re.sub(r"<[^>]*>", "", r[0]): unescape(re.sub(r"<[^>]*>", "", r[1])).strip() for r in rows if len(r) == 2}
+    assert len(said) > 200
+    assert not [name for name, words in said.items() if not words or words.count("(") != words.count(")")]
+    assert not [words for words in said.values() if re.search(r"\b(al|Eq)$", words)]
+
+
 def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
     wrong = list[str]()
     for path in html(site):
@@ -158,7 +168,8 @@ def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
 
 
 def test_a_citation_is_a_link(site: Path) -> None:
-    """`law 7` on a page leads to the law, `(A05)` in the reference to the survey's entry."""
+    """`law 7` on a page leads to the law, `(A05)` in the reference to the survey's entry, `F.2` to its table."""
+    assert [x for x in read(site / "miniatures.html").links if "papers.html#f-2-" in x]
     assert [x for x in read(site / "for-engineers.html").links if x.startswith("laws.html#law-7")]
     assert [x for x in read(site / "reference/posttrain.core.pieces.baseline.html").links if "papers.html#a05" in x]
 

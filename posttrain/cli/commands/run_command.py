@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from posttrain.cli.command import Subparsers, add_command, add_trust
 from posttrain.core.errors import ConfigError
+from posttrain.core.over_ranks import SECONDS, RankOptions, torchrun_rank, under_torchrun
 from posttrain.core.visible import tell
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def add(sub: Subparsers) -> None:
         help="start although fault=NAME plants a bug on purpose (posttrain faults lists them); its numbers mean "
         "nothing",
     )
+    _add_ranks(p)
     add_trust(p)
     p.add_argument(
         "-h",
@@ -63,6 +65,23 @@ def add(sub: Subparsers) -> None:
     p.set_defaults(text=p.format_help)
 
 
+def _add_ranks(p: ArgumentParser) -> None:
+    p.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="train with N processes (ranks) on this machine, each with a part of the weights; under torchrun its "
+        "processes are the ranks, and this is left out (docs/shards.md)",
+    )
+    p.add_argument(
+        "--rank-timeout",
+        type=float,
+        default=SECONDS,
+        metavar="SECONDS",
+        help="how long a rank waits for the others before the run stops and says for whom (default: %(default)g)",
+    )
+
+
 def run(o: Namespace) -> int:
     if o.help is not None:
         tell(_help(o))
@@ -73,7 +92,12 @@ def run(o: Namespace) -> int:
         )
     from posttrain.api.request import RunOptions, requested
 
-    options = RunOptions(out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust)
+    ranks = RankOptions(nproc=o.nproc, seconds=o.rank_timeout)
+    if under_torchrun() and torchrun_rank() > 0:
+        from posttrain.api.ranked import follow
+
+        return follow(ranks)
+    options = RunOptions(out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust, ranks=ranks)
     with requested(o.recipe or "", o.overrides, options) as request:
         if o.dry_run:
             tell(_written(o, request))

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 from posttrain.algorithm.losses import Reads
 from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.parts import MeasuredReport, RunParts
-from posttrain.controller.stages.progress import Progress, Reopening, StageResult, StageState
+from posttrain.controller.stages.progress import Progress, Reopening, StageResult, StageState, state_fingerprint
 from posttrain.core import reader
 from posttrain.core.abilities import declared
 from posttrain.core.batch import Packed
@@ -25,7 +25,6 @@ from posttrain.core.gauge import Step, merge
 from posttrain.core.shell import command_line
 from posttrain.core.stage import START, Stage, come_to, starts
 from posttrain.diagnose.played import unjudged_words
-from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import EvaluatedEvent, RestoredEvent
@@ -295,7 +294,7 @@ class Driver(ABC, Generic[S, T, A]):
         if s is None:
             return self._files
         s.seconds, s.roles, s.peaks = self.seconds(), dict(self.clock.total), dict(self.clock.most)
-        s.optimizer = fingerprint(self.trainer.optimizer.state_tensors().items())
+        s.optimizer = state_fingerprint(self.trainer.optimizer)
         return self.note()
 
     def seconds(self) -> float:
@@ -366,7 +365,7 @@ class Driver(ABC, Generic[S, T, A]):
 
     def _load_optimizer(self, checkpoint: Path, trainer: Trainer) -> None:
         load_optimizer(checkpoint, trainer.optimizer)
-        now = lambda: fingerprint(trainer.optimizer.state_tensors().items())  # noqa: E731
+        now = lambda: state_fingerprint(trainer.optimizer)  # noqa: E731
         self.parts.watch.emit(RestoredEvent("optimizer state", self.state.optimizer, now))
 
     def _result(self, report: EvaluationReport | None) -> StageResult:

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.core import tree
+from posttrain.core.divided import DividedState
 from posttrain.core.open import Open
+from posttrain.engine.fingerprint import fingerprint
+from posttrain.role.trainer import WeightOptimizer
+
+
+def state_fingerprint(optimizer: WeightOptimizer) -> str:
+    """Exact digest of an optimizer's whole state."""
+    if isinstance(optimizer, DividedState):
+        return optimizer.fingerprint()
+    return fingerprint(optimizer.state_tensors().items())
 
 
 @dataclass(frozen=True)

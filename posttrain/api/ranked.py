@@ -1,0 +1,161 @@
+"""A run over ranks: what rank 0 sends to the others to begin with, and the parts of the run that lead them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from posttrain import faults
+from posttrain.api.torch_settings import use_deterministic, use_threads
+from posttrain.checks.frozen import FrozenCheck
+from posttrain.checks.update import UpdateCheck
+from posttrain.checks.watch import checks_of
+from posttrain.controller.parts import RunParts
+from posttrain.controller.rank_checks import rank_observers
+from posttrain.controller.rank_lead import (
+    LeadLearner,
+    LeadReference,
+    RankLead,
+    lead_optimizer,
+    lead_trainer,
+)
+from posttrain.controller.rank_state import RankState
+from posttrain.controller.rank_worker import work
+from posttrain.core import seeds
+from posttrain.core.errors import EngineError
+from posttrain.core.machine import cores
+from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
+from posttrain.core.run import Run
+from posttrain.engine import attention
+from posttrain.engine.models import Policy
+from posttrain.engine.rank_orders import END, HERE, LONG, RankLost, Store, met
+from posttrain.engine.rank_processes import RankProcesses
+from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded_reference import Mould
+
+WORKER = "posttrain.controller.rank_worker"
+ROWS = (UpdateCheck, FrozenCheck)
+"""The checks that every rank makes of its own rows."""
+PLANTED = ExitStack()
+"""Holds the fault that a run plants, in the process of a rank, for as long as that lives."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankStart:
+    """Makes the learner of another rank. It is pickled with the policy in it."""
+
+    policy: Policy
+    seed: int
+    threads: int
+    deterministic: bool
+    fault: str | None
+
+    def __call__(self, state: RankState) -> None:
+        use_threads(self.threads)
+        use_deterministic(self.deterministic)
+        PLANTED.enter_context(faults.planted(self.fault))
+        torch.manual_seed(seeds.torch_seed(self.seed, "torch"))
+        state.mould = Mould(self.policy)
+        state.own = ShardedLearner(self.policy, state.ranks)
+
+
+def begin_rank(state: RankState, start: bytes) -> None:
+    """What another rank does first."""
+    attention.register()  # before the model is read
+    pickle.loads(start)(state)
+
+
+@contextmanager
+def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
+    """Rank 0 among ranks that wait for its orders; None where the run trains in one process. The ranks end with the
+    block."""
+    if options.world is None:
+        yield None
+        return
+    with ExitStack() as closing:
+        if under_torchrun():
+            world, processes, store = torchrun_world(), None, torchrun_store(options)
+            store.set(HERE.format(0), "1")
+        else:
+            world = options.world
+            processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds)
+            closing.callback(processes.close, kill=True)
+            store = processes.store
+            processes.await_all(options.seconds)
+        try:
+            ranks = closing.enter_context(met(store, 0, world, options.seconds, processes is not None))
+        except RuntimeError as error:
+            why = processes.gone() if processes is not None else ""
+            raise RankLost(f"the ranks did not meet: {why or error}. Nothing was begun: start again") from error
+        lead = RankLead(ranks, store, processes)
+        closing.callback(lead.close)
+        yield lead
+
+
+def follow(options: RankOptions) -> int:
+    """A process of torchrun that is not rank 0: do what rank 0 orders; returns the exit code."""
+    store = torchrun_store(options)
+    store.wait([HERE.format(0)], LONG)
+    if store.get(HERE.format(0)).decode() == END:
+        return 0
+    return work(store, torchrun_rank(), torchrun_world(), options.seconds)
+
+
+def dismiss(options: RankOptions) -> None:
+    """Rank 0 of torchrun ends with an error: let go of ranks that still wait for it to begin."""
+    with suppress(Exception):
+        torchrun_store(options).set(HERE.format(0), END)
+
+
+def torchrun_store(options: RankOptions) -> Store:
+    """Where the processes of torchrun meet. Keys of an attempt before, whose ranks died, are of no use to this one."""
+    store = next(iter(rendezvous("env://", timeout=timedelta(seconds=options.seconds))))[0]
+    return PrefixStore(f"posttrain-{torchrun_restarts()}", store)
+
+
+def rank_threads(run: Run, options: RankOptions) -> int:
+    """Threads of each rank: those of the run, or an equal share of this machine's cores."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else options.world or 1
+    return run.threads or max(1, cores() // here)
+
+
+def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
+    """A learner on every rank. It cuts the weights of the policy in place.
+
+    Raises:
+        EngineError: the model cannot be sent to another process.
+    """
+    start = RankStart(policy, run.seed, torch.get_num_threads(), run.deterministic, run.fault)
+    try:
+        sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
+    except Exception as error:
+        raise EngineError(
+            f"the model cannot be sent to another process ({type(error).__name__}: {error}): leave out --nproc"
+        ) from error
+    with lead.ordered("build the learner", (begin_rank, (sent,))):
+        lead.state.mould = Mould(policy)
+        lead.state.own = made = LeadLearner(policy, lead)
+    return made
+
+
+def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
+    """The parts of a run, with those that train on all ranks."""
+    given: tuple[Any, ...] = (run.model.kernels, False, None)
+    return replace(
+        parts,
+        freeze=lambda: LeadReference(lead),
+        optimize=lambda config: lead_optimizer(lead, config, given),
+        make_trainer=lambda learner, optimizer, micro_tokens, version: lead_trainer(
+            lead, optimizer, micro_tokens, version
+        ),
+        observe=rank_observers(lead, checks_of, ROWS),
+    )

@@ -1,0 +1,246 @@
+"""What a rank holds, and the work that all ranks do together. Rank 0 orders it (`rank_lead`), the others do what they
+are told (`rank_worker`); each function here runs on every rank at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from posttrain.core.errors import RunFolderError
+from posttrain.core.ranks import check_same, of_every
+from posttrain.core.shards import Shard
+from posttrain.core.stage import Optimizer, Stage
+from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.gather import gathered
+from posttrain.engine.optimizer import StageOptimizer
+from posttrain.engine.process_ranks import ProcessRanks
+from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded_reference import Mould, ShardedReference
+from posttrain.role.events import Event, Observer
+from posttrain.role.saved_parts import SavedTensors, write_part
+from posttrain.role.trainer import Trainer
+from posttrain.role.weights import OPTIMIZER, REWARD_HEAD, WEIGHTS
+
+Work = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function of this kind and its arguments after the state."""
+
+
+@dataclass(frozen=True)
+class RowProbe:
+    """The fixed sequence that a check scores, where `StageRoles` has its `Sync`."""
+
+    probe_ids: Any
+
+
+@dataclass
+class RowRoles:
+    """What a check of a rank's own rows reads: a part of `role.roles.StageRoles`."""
+
+    stage: Stage
+    learner: ShardedLearner
+    trainer: Trainer
+    sync: RowProbe
+
+
+@dataclass
+class RankState:
+    """What a rank holds of a run."""
+
+    ranks: ProcessRanks
+    own: ShardedLearner | None = None
+    mould: Mould | None = None
+    optimizer: StageOptimizer | None = None
+    trained: Trainer | None = None
+    references: dict[int, ShardedReference] = field(default_factory=dict[int, ShardedReference])
+    copies: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
+    """Weights that are kept in memory, by the number that rank 0 knows them by."""
+    checks: Sequence[Observer] = ()
+    """The checks of this rank's own rows."""
+    roles: Any = None
+    event: Event | None = None
+    """The event of the step that observers have now."""
+
+    @property
+    def learner(self) -> ShardedLearner:
+        assert self.own is not None
+        return self.own
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self.trained is not None
+        return self.trained
+
+    @property
+    def version(self) -> int:
+        """Of this rank's weights."""
+        return 0 if self.trained is None else self.trained.version
+
+
+# --- the learner ------------------------------------------------------------------------------------------------------
+
+
+def ask_learner(state: RankState, method: str, given: tuple[Any, ...]) -> Any:
+    """What a method of the learner returns that reads whole weights."""
+    return getattr(state.learner, method)(*given)
+
+
+def freeze(state: RankState, number: int, dropped: Sequence[int]) -> str:
+    """Keep a frozen copy of the weights; returns its digest. Those that nobody reads any more are freed."""
+    for old in dropped:
+        state.references.pop(old, None)
+    assert state.mould is not None
+    state.references[number] = made = ShardedReference(state.learner, state.mould, state.ranks)
+    return made.digest
+
+
+def ask_reference(state: RankState, number: int, method: str, given: tuple[Any, ...]) -> Any:
+    return getattr(state.references[number], method)(*given)
+
+
+def send_weights(state: RankState) -> None:
+    """Send this rank's parts of the weights to rank 0, which reads them from `gathered` itself."""
+    for _ in gathered(state.learner.shards(), state.ranks, state.version):
+        pass
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(state: RankState, config: Optimizer, make: Callable[..., StageOptimizer], given: Any) -> None:
+    state.optimizer = make(state.learner.parameters(), config, *given, ranks=state.ranks)
+
+
+def make_trainer(state: RankState, micro_tokens: int, version: int) -> None:
+    assert state.optimizer is not None
+    state.trained = Trainer(state.learner, state.optimizer, micro_tokens, version, ranks=state.ranks)
+
+
+def watch(state: RankState, stage: Stage, checks: Sequence[Observer], probe_ids: Any) -> None:
+    """Take checks of the own rows, which begin now."""
+    state.checks = checks
+    state.roles = RowRoles(stage, state.learner, state.trainer, RowProbe(probe_ids))
+
+
+def begin_check(state: RankState, number: int) -> None:
+    asyncio.run(state.checks[number].begin(state.roles))
+
+
+def check_rows(state: RankState, number: int) -> Any:
+    """One check observes the event of now on every rank, each with its own rows."""
+    assert state.event is not None
+    return state.checks[number].on_event(state.roles, state.event)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def write_weights(state: RankState, folder: str) -> None:
+    own = state.learner.parameters()
+    _write(state, Path(folder) / WEIGHTS, {n: p.detach() for n, p in own.items()}, lambda name: name)
+
+
+def write_state(state: RankState, folder: str) -> None:
+    assert state.optimizer is not None
+    _write(state, Path(folder) / OPTIMIZER, dict(state.optimizer.state_tensors()), _parameter)
+
+
+def read_weights(state: RankState, folder: str) -> None:
+    """Take this rank's rows of the weights in a folder, whoever wrote them."""
+    of_every(state.ranks, lambda: _read_weights(state, Path(folder) / WEIGHTS))
+
+
+def _read_weights(state: RankState, path: Path) -> None:
+    saved, own = SavedTensors(path), state.learner.parameters()
+    names = set(saved.shapes)
+    if not any(n.startswith(REWARD_HEAD) for n in own):
+        names = {n for n in names if not n.startswith(REWARD_HEAD)}
+    places = {name: part_of(state.learner, name, p.detach()) for name, p in own.items()}
+    wrong = sorted(names ^ set(own)) or [n for n in own if saved.shapes[n] != places[n].shape]
+    if wrong:
+        raise RunFolderError(
+            f"{path} belong to another model: {', '.join(wrong[:4])} differ. Resume with the model the run was started"
+            " with"
+        )
+    with torch.no_grad():
+        for name, place in places.items():
+            own[name].copy_(saved.box(name, place.offsets, tuple(place.tensor.shape)))
+
+
+def read_state(state: RankState, folder: str) -> None:
+    """Take this rank's part of an optimizer's state."""
+    assert state.optimizer is not None
+    saved, own, optimizer = SavedTensors(Path(folder) / OPTIMIZER), state.learner.parameters(), state.optimizer
+    out: dict[str, Tensor] = {}
+    for name, shape in saved.shapes.items():
+        parameter = own.get(_parameter(name))
+        place = None if parameter is None else part_of(state.learner, _parameter(name), parameter.detach())
+        if place is None or not shape:
+            out[name] = saved.tensor(name)
+        elif place.shape != shape:
+            raise RunFolderError(
+                f"the optimizer state is of other parameters ({name!r} does not fit): resume with the model and stage"
+                " the run was started with"
+            )
+        else:
+            out[name] = saved.box(name, place.offsets, tuple(place.tensor.shape))
+    optimizer.load_state_tensors(out)
+
+
+def state_fingerprint(state: RankState) -> str:
+    """Of the whole state of the optimizer. One tensor is whole at a time."""
+    assert state.optimizer is not None
+    held = state.optimizer.state_tensors()
+    check_same(
+        state.ranks, sorted(held), "optimizer state", "A rank left out an update: go on from the last checkpoint"
+    )
+    learner = state.learner
+
+    def whole(name: str, tensor: Tensor) -> Tensor:
+        cut: Any = learner.like(_parameter(name), tensor) if tensor.ndim else tensor
+        return cut.full_tensor() if tensor.ndim else tensor
+
+    return fingerprint((name, whole(name, held[name])) for name in sorted(held))
+
+
+def keep_copy(state: RankState, number: int) -> None:
+    state.copies[number] = {n: p.detach().clone() for n, p in state.learner.parameters().items()}
+
+
+def put_copy(state: RankState, number: int) -> None:
+    kept = state.copies.pop(number)
+    with torch.no_grad():
+        for name, p in state.learner.parameters().items():
+            p.copy_(kept[name])
+
+
+def part_of(learner: ShardedLearner, name: str, own: Tensor) -> Shard:
+    """The rank's part of something as large as a parameter, with its place: ceil(rows / ranks) rows on each, fewer or
+    none on the last ones."""
+    whole: DTensor = learner.like(name, own)  # type: ignore[assignment]
+    mesh, rows = whole.device_mesh, whole.shape[0]
+    begin = min(rows, -(-rows // mesh.size()) * mesh.get_local_rank())
+    return Shard(name, own, tuple(whole.shape), (begin, *[0] * (whole.ndim - 1)))
+
+
+def _write(state: RankState, path: Path, own: dict[str, Tensor], parameter: Callable[[str], str]) -> None:
+    def shard(name: str, tensor: Tensor) -> Shard:
+        if not tensor.ndim:
+            return Shard.of(name, tensor)
+        place = part_of(state.learner, parameter(name), tensor)
+        return Shard(name, tensor, place.shape, place.offsets)
+
+    write_part(path, (shard(n, t) for n, t in own.items()), state.ranks.rank, state.ranks.world)
+    state.ranks.every("written")
+
+
+def _parameter(name: str) -> str:
+    """The parameter that a tensor of an optimizer's state belongs to: exp_avg.w -> w."""
+    return name.partition(".")[2]

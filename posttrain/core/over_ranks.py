@@ -1,0 +1,118 @@
+"""A run whose learner is several processes (ranks): how many, and what such a run cannot do yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from posttrain.core.engines import VLLM
+from posttrain.core.errors import ConfigError
+from posttrain.core.pieces.implicit import ImplicitOthers
+from posttrain.core.placement import Local
+from posttrain.core.preference_stage import OnlinePreference, Preference
+from posttrain.core.reinforce import Reinforce
+from posttrain.core.run import Run, Supervised
+from posttrain.core.stage import Stage
+
+SECONDS = 600.0
+"""How long a rank waits in an exchange for the others before the run stops."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""The environment variable that torchrun sets in each of its processes."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+STAGES = (Reinforce, Supervised, Preference, OnlinePreference)
+"""The kinds of stage that run over ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """How many processes train one model together: `posttrain run --nproc N`, or torchrun."""
+
+    nproc: int | None = None
+    """Processes that this one starts, itself included. None: one process that trains alone; under torchrun those that
+    it started."""
+    seconds: float = SECONDS
+    """How long a rank waits in an exchange for the others before the run stops."""
+
+    def __post_init__(self) -> None:
+        if self.nproc is not None and self.nproc < 1:
+            raise ConfigError(f"--nproc {self.nproc}: must be >= 1")
+        if not self.seconds > 0:
+            raise ConfigError(f"--rank-timeout {self.seconds:g}: must be > 0")
+        if self.nproc is not None and under_torchrun() and self.nproc != (world := torchrun_world()):
+            raise ConfigError(
+                f"--nproc {self.nproc}: torchrun has started {world} processes, and each is a rank. Leave --nproc out"
+            )
+
+    @property
+    def world(self) -> int | None:
+        """How many ranks there are; None: this process trains alone."""
+        return torchrun_world() if under_torchrun() else self.nproc
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun has started this process."""
+    return TORCHRUN in os.environ
+
+
+def torchrun_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def torchrun_world() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def torchrun_restarts() -> int:
+    """How often torchrun has started these processes again after one of them died."""
+    return int(os.environ.get(RESTARTS, "0"))
+
+
+def check_ranks(run: Run, options: RankOptions) -> None:
+    """ConfigError for what a run over ranks cannot do yet, with what to change."""
+    if options.world is None:
+        return
+    for refusal in _refusals(run):
+        raise ConfigError(f"over ranks (--nproc, torchrun): {refusal}")
+
+
+def _refusals(run: Run) -> Iterator[str]:
+    model = run.model
+    if model.device != "cpu":
+        yield f"model.device={model.device} is not built; ranks compute on CPU (gloo). Set model.device=cpu"
+    if model.dtype != "float32":
+        yield f"model.dtype={model.dtype} is not built. Set model.dtype=float32"
+    for name in ("lora", "quantize"):
+        if getattr(model, name) is not None:
+            yield f"model.{name} is not built. Leave it out, or train in one process"
+    if model.compile or model.warm_up:
+        name = "compile" if model.compile else "warm_up"
+        yield f"model.{name}=true is not built. Leave it out"
+    if model.checkpointing != "none":
+        yield "model.gradient_checkpointing is not built. Leave it out"
+    if isinstance(run.engine, VLLM) and not (run.engine.server or run.engine.url) and isinstance(run.placement, Local):
+        yield (
+            "vLLM in this process opens a group of its own in torch.distributed, where the ranks have theirs. Set"
+            " engine.server=true or placement=processes"
+        )
+    if run.exact:
+        yield "exact=true computes log-probs with a whole model, which no rank has. Set exact=false"
+    for stage in run.stages:
+        yield from _of_stage(stage)
+
+
+def _of_stage(stage: Stage) -> Iterator[str]:
+    if not isinstance(stage, STAGES):
+        yield (
+            f"stage {stage.name!r} ({type(stage).__name__}) is not built; {', '.join(s.__name__ for s in STAGES)} are."
+            " Train it in a run of one process"
+        )
+    if stage.optimizer.kind not in ("adamw", "sgd"):
+        kind = f"{stage.name}.optimizer.kind"
+        yield f"{kind}={stage.optimizer.kind} reads more of a weight than one rank has. Set {kind}=adamw or sgd"
+    if isinstance(stage, Reinforce) and isinstance(stage.algorithm.baseline, ImplicitOthers):
+        yield f"{stage.name}: {stage.algorithm.name} trains a second model, which is not built. Take another algorithm"
+    if isinstance(stage, Reinforce) and stage.algorithm.hint is not None and stage.algorithm.hint.weights == "average":
+        yield f"{stage.name}: a teacher of averaged weights is not built. Set algorithm.hint.weights=now"
+    if isinstance(stage, OnlinePreference) and stage.share is not None:
+        yield f"{stage.name}: {stage.algorithm.name} samples from a mixture with the reference, which is not built"

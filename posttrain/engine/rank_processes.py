@@ -1,0 +1,112 @@
+"""The other ranks of a run as processes of this machine, which the run itself starts, watches and ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from posttrain.engine.rank_orders import HERE, LOOPBACK, RankLost
+
+COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({rank}, {world}, {port}, {seconds})"
+LOG_LINES = 12
+"""Last lines of a process's output that an error message quotes."""
+END_SECONDS = 20.0
+"""Seconds that a process has to end by itself."""
+
+
+class RankProcesses:
+    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, port, seconds)`. `store` is where all meet."""
+
+    def __init__(self, world: int, module: str, threads: int, seconds: float) -> None:
+        self.store = TCPStore(LOOPBACK, 0, world, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory(prefix="posttrain-ranks-")
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        atexit.register(self._killed)
+        for rank in range(1, world):
+            told = {"rank": rank, "world": world, "port": self.store.port, "seconds": seconds}
+            code = COMMAND.format(path=sys.path, module=module, **told)
+            with self._log(rank).open("wb") as log:
+                self._processes[rank] = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                )
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The number of each rank's process."""
+        return {rank: p.pid for rank, p in self._processes.items()}
+
+    def await_all(self, seconds: float) -> None:
+        """Wait until every rank says that it is here (`here`).
+
+        Raises:
+            RankLost: one ended before, or did not come in time.
+        """
+        last = time.monotonic() + seconds
+        for rank in self._processes:
+            while not self.store.check([HERE.format(rank)]):
+                if how := self.ended(rank):
+                    raise RankLost(f"rank {rank} is gone before its first order: {how}. Nothing was begun: start again")
+                if time.monotonic() > last:
+                    raise RankLost(
+                        f"rank {rank} did not begin within {seconds:g} s (--rank-timeout); its process"
+                        f" {'is stopped' if self.stopped(rank) else 'lives'}. Nothing was begun: start again"
+                    )
+                time.sleep(0.02)
+
+    def gone(self) -> str:
+        """The first rank whose process has ended, and how; '' where all live."""
+        found = ((rank, self.ended(rank)) for rank in self._processes)
+        return next((f"rank {rank} is gone: {how}" for rank, how in found if how), "")
+
+    def ended(self, rank: int) -> str:
+        """How the process of a rank ended, in words; '' where it lives."""
+        code = self._processes[rank].poll()
+        if code is None:
+            return ""
+        how = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+        return f"{how}{self._last_words(rank)}"
+
+    def stopped(self, rank: int) -> bool:
+        """Whether the process lives and is stopped (SIGSTOP), as far as this system says."""
+        with contextlib.suppress(OSError, IndexError):
+            about = Path(f"/proc/{self._processes[rank].pid}/stat").read_text()
+            return about.rpartition(")")[2].split()[0] in ("T", "t")
+        return False
+
+    def close(self, kill: bool = False) -> None:
+        """End the processes: wait until they have ended by themselves, or `kill` them at once."""
+        atexit.unregister(self._killed)
+        last = time.monotonic() + END_SECONDS
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if not kill:
+                    process.wait(max(0.1, last - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+    def _killed(self) -> None:
+        self.close(kill=True)
+
+    def _last_words(self, rank: int) -> str:
+        with contextlib.suppress(OSError):
+            if lines := self._log(rank).read_text(errors="replace").splitlines()[-LOG_LINES:]:
+                return ". Its last words:\n" + "\n".join(lines)
+        return ""
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank-{rank}"

@@ -1,0 +1,153 @@
+"""What a run over ranks refuses before it starts, and the files that its ranks write: any other number reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.controller.rank_lead import LeadLearner, LeadReference
+from posttrain.core.adapter import Lora
+from posttrain.core.engines import VLLM
+from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
+from posttrain.core.over_ranks import TORCHRUN, RankOptions, check_ranks
+from posttrain.core.ranks import ALONE, of_every
+from posttrain.core.rejection import Rejection
+from posttrain.core.run import Optimizer, Run
+from posttrain.core.shards import Shard
+from posttrain.engine.learner import FrozenScorer
+from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded_reference import ShardedReference
+from posttrain.role.saved_parts import SavedTensors, part_files, write_part
+from tests.tiny import MODEL, tiny_run
+
+TWO = RankOptions(nproc=2)
+
+
+def changed(**model: object) -> Callable[[Run], Run]:
+    return lambda run: replace(run, model=replace(MODEL, **model))
+
+
+def optimizer(kind: str) -> Callable[[Run], Run]:
+    def change(run: Run) -> Run:
+        stage = replace(run.stages[-1], optimizer=Optimizer(kind=kind))  # type: ignore[arg-type]
+        return replace(run, stages=(stage,))
+
+    return change
+
+
+REFUSED: dict[str, Callable[[Run], Run]] = {
+    "model.dtype=bfloat16": changed(dtype="bfloat16"),
+    "model.lora": changed(lora=Lora(rank=2)),
+    "model.compile=true": changed(compile=True),
+    "model.warm_up=true": changed(warm_up=True),
+    "model.gradient_checkpointing": changed(gradient_checkpointing="full"),
+    "exact=true": lambda run: replace(run, exact=True),
+    "vLLM in this process": lambda run: replace(run, engine=VLLM(), exact=False),
+    "optimizer.kind=muon": optimizer("muon"),
+    "optimizer.kind=adamw8bit": optimizer("adamw8bit"),
+    "stage 'best' (Rejection)": lambda run: replace(run, stages=(Rejection(name="best"),)),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_not_built_is_refused_by_name(words: str) -> None:
+    run = REFUSED[words](tiny_run())
+    check_ranks(run, RankOptions())
+    with pytest.raises(ConfigError, match="over ranks") as found:
+        check_ranks(run, TWO)
+    assert words in str(found.value)
+    check_ranks(tiny_run(), TWO)
+
+
+def test_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ({"nproc": 0}, {"nproc": 2, "seconds": 0.0}):
+        with pytest.raises(ConfigError):
+            RankOptions(**wrong)  # type: ignore[arg-type]
+    assert (RankOptions().world, TWO.world) == (None, 2)
+    for name, value in ((TORCHRUN, "mine"), ("RANK", "1"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert RankOptions().world == 4
+    with pytest.raises(ConfigError, match="torchrun has started 4"):
+        RankOptions(nproc=2)
+
+
+def test_a_value_of_every_rank() -> None:
+    assert of_every(ALONE, lambda: 3) == [3]
+
+    class Two:
+        rank, world = 0, 2
+
+        def every(self, value: object) -> list[object]:
+            return [value, (None, "its rows are wrong")]
+
+    with pytest.raises(InvariantError, match="rank 1: its rows are wrong"):
+        of_every(Two(), lambda: 1)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+WHOLE = {"w": torch.arange(21.0).view(7, 3), "one": torch.tensor([5.0]), "steps": torch.tensor(4), "b": torch.arange(3)}
+
+
+def rows(tensor: torch.Tensor, rank: int, world: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    if not tensor.ndim:
+        return tensor, ()
+    each = -(-len(tensor) // world)
+    begin = min(len(tensor), rank * each)
+    return tensor[begin : begin + each], (begin, *[0] * (tensor.ndim - 1))
+
+
+def written(folder: Path, world: int) -> Path:
+    folder.mkdir()
+    for rank in range(world):
+        cut = {n: rows(t, rank, world) for n, t in WHOLE.items()}
+        shards = [Shard(n, own, tuple(WHOLE[n].shape), at) for n, (own, at) in cut.items()]
+        write_part(folder / "weights.safetensors", shards, rank, world)
+    return folder / "weights.safetensors"
+
+
+@pytest.mark.parametrize("wrote", [1, 2, 3, 4, 8])
+def test_parts_are_read_by_any_number(wrote: int, tmp_path: Path) -> None:
+    saved = SavedTensors(written(tmp_path / "saved", wrote))
+    assert len(part_files(saved.path)) == wrote
+    assert {n: tuple(t.shape) for n, t in WHOLE.items()} == saved.shapes
+    assert all(torch.equal(t, WHOLE[n]) and t.dtype == WHOLE[n].dtype for n, t in saved.whole().items())
+    for reads in (1, 2, 3, 4, 8):
+        for rank in range(reads):
+            for name, tensor in WHOLE.items():
+                own, at = rows(tensor, rank, reads)
+                assert torch.equal(saved.box(name, at, tuple(own.shape)), own)
+
+
+def test_parts_that_are_missing_or_damaged(tmp_path: Path) -> None:
+    path = written(tmp_path / "saved", 3)
+    parts = part_files(path)
+    kept = parts[1].read_bytes()
+    parts[1].unlink()
+    with pytest.raises(RunFolderError, match="2 of the 3 parts"):
+        SavedTensors(path)
+    parts[1].write_bytes(kept[: len(kept) // 2])
+    with pytest.raises(RunFolderError, match="damaged"):
+        SavedTensors(path)
+    write_part(path, [Shard("w", WHOLE["w"][:1], (8, 3), (3, 0))], 1, 3)
+    with pytest.raises(RunFolderError, match="damaged"):
+        SavedTensors(path)
+    with pytest.raises(RunFolderError):
+        SavedTensors(tmp_path / "nothing.safetensors")
+    write_part(path, [Shard("w", WHOLE["w"][:1], (7, 3), (3, 0))], 1, 3)
+    with pytest.raises(RunFolderError, match="numbers of 'w' are there"):
+        SavedTensors(path).tensor("w")
+
+
+def test_rank_0_orders_whatever_reads_whole_weights() -> None:
+    """A method of the learner over ranks that somebody adds is one of rank 0 too: alone it would wait for ever."""
+    codes = {n: getattr(f, "__code__", None) for n, f in vars(ShardedLearner).items()}
+    read = {n for n, code in codes.items() if code is not None and "_together" in code.co_names}
+    assert {"score", "packed_score", "entropy"} <= read
+    assert read | {"shards", "fingerprint", "forward"} <= vars(LeadLearner).keys()
+    kept = {n for n in vars(FrozenScorer) if not n.startswith("_")}
+    assert kept <= vars(LeadReference).keys() and kept <= vars(ShardedReference).keys()
