@@ -20,7 +20,7 @@ import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from page_parts import SPAN, cells, settable
@@ -28,6 +28,7 @@ from run_parts import model_at
 
 import posttrain
 from posttrain.core.errors import ConfigError
+from posttrain.core.run import Model
 from posttrain.recipe.recipes import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,12 @@ def rows(text: str) -> Iterator[Row]:
 
 
 ROWS = list(rows(PAGE.read_text(encoding="utf-8")))
+
+
+def test_every_dtype_of_ours_is_on_the_page() -> None:
+    """A row that says that there is none was written before it came."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"`model.dtype={d}`" in text for d in get_args(get_type_hints(Model)["dtype"]) if d != "float32")
 
 
 def recorded() -> dict[str, Any]:
