@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +42,6 @@ from posttrain.role.events import (
 from posttrain.role.passes import Needs
 from posttrain.role.trainer import NonFiniteGradient, Trainer
 
-T = TypeVar("T")
 SETTLE = 3.0
 """Seconds after a lost exchange in which the other ranks say why they ended."""
 
@@ -178,7 +177,16 @@ class LeadLearner(ShardedLearner):
 
     def __init__(self, policy: Policy, lead: RankLead, **given: Any) -> None:
         super().__init__(policy, lead.ranks, **given)
-        self._lead = lead
+        self._lead, read = lead, self._inside
+
+        def inside(function: Callable[[], Any]) -> Any:
+            if not (lead.busy or lead.stepping):
+                raise InvariantError(
+                    "the learner over ranks reads whole weights, and that was not ordered of all ranks"
+                )
+            return read(function)
+
+        self._inside: Any = inside
 
     def forward(self, packed: Packed, **asked: Any) -> TokenScores:
         if not (self._lead.busy or self._lead.stepping):
@@ -194,16 +202,14 @@ class LeadLearner(ShardedLearner):
             return getattr(super(), method)(*given)
         return self._lead.all(together.ask_learner, method, given, what=f"{method} of the learner")
 
-    def _together(self, function: Callable[[], T]) -> T:
-        if not self._lead.busy:
-            raise InvariantError("a method of the learner over ranks reads whole weights, and was not ordered of all")
-        return super()._together(function)
-
     def score(self, packed: Packed) -> np.ndarray:
         return self._do("score", packed)
 
     def packed_score(self, packed: Packed) -> np.ndarray:
         return self._do("packed_score", packed)
+
+    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
+        return self._do("examine", packed, tuple(names))
 
     def value(self, packed: Packed) -> np.ndarray:
         return self._do("value", packed)
