@@ -7,8 +7,10 @@ steps, in one run.
 A step is 32 prompts x 8 answers of one turn, `staleness=1`, so the engine says the answers of the next step while the
 learner computes. Ask and learn are what each of the two processes computed, measured while the other worked: the
 engine's forward passes and draws, and the learner's processor time, which has the answers that it takes apart and
-judges (its clock counts them as `rollout`). With both at work all the time a step takes max(ask, learn). With
-`placement.cores=1` the engine keeps to the last core, and the learner to the first.
+judges. Its clock counts these as `rollout`, with the time that it waits; *without rollout* is the step without both.
+With both at work all the time a step takes max(ask, learn). With `placement.cores=1` the engine keeps to the last core,
+and the learner to the first. The last side also has `placement.environments=1`: episodes are played in a third process,
+on the engine's core.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from posttrain.core.gauge import Step
 
 RESULTS = Path(__file__).parent / "results" / "placement.json"
-SIDES = ("one process, 1 core", "one process, 2 cores", "two processes, 1 core each")
+SIDES = ("one process, 1 core", "one process, 2 cores", "two processes, 1 core each", "episodes beside the engine")
 WARM = 3
 """First steps of a side, and one at its end, that are left out."""
 
@@ -48,7 +50,7 @@ def side(name: str, quick: bool) -> dict[str, float]:
     from posttrain.core.sampling import Sampling
 
     cores = sorted(os.sched_getaffinity(0))
-    two = name == SIDES[2]
+    two = name in SIDES[2:]
     threads = 2 if name == SIDES[1] else 1
     rl = Reinforce(
         name="rl",
@@ -73,7 +75,7 @@ def side(name: str, quick: bool) -> dict[str, float]:
         engine=Embedded(update="inflight"),  # new weights do not wait for the answers of the next step
         threads=threads,
         record_episodes=False,
-        placement=Processes(cores=1) if two else Local(),
+        placement=Processes(cores=1, environments=int(name == SIDES[3])) if two else Local(),
     )
     if threads == 1 and not two:
         os.sched_setaffinity(0, cores[:1])
@@ -87,7 +89,9 @@ def side(name: str, quick: bool) -> dict[str, float]:
     if two:
         idle = statistics.mean(s.clock["engine/idle"] for s in rows)
         pushes = statistics.mean(s.clock["sync"] for s in rows)
-        found |= {"learn": cpu, "engine idle": idle, "learner idle": max(0.0, 1 - cpu / wall), "push": pushes}
+        played = wall - statistics.mean(s.clock["rollout"] for s in rows)
+        found |= {"learn": cpu, "without rollout": played, "push": pushes}
+        found |= {"engine idle": idle, "learner idle": max(0.0, 1 - cpu / wall)}
     return found
 
 
@@ -133,11 +137,12 @@ def main_() -> None:
     rows = {n: {k: statistics.median(r[k] for r in rounds) for k in rounds[0]} for n, rounds in found.items()}
     for name, row in rows.items():
         print(f"{name:28s} " + "  ".join(f"{k} {x:.3f} s" for k, x in row.items()))
-    own = rows[SIDES[2]]
-    over = own["step"] / max(own["ask"], own["learn"])
-    faster = [rows[name]["step"] / own["step"] for name in SIDES[:2]]
-    print(f"two processes: a step takes {over:.2f} x max(ask, learn)")
-    print(f"{faster[0]:.2f} x as fast as one process with one core, {faster[1]:.2f} x as one with two")
+    over = {n: rows[n]["step"] / max(rows[n]["ask"], rows[n]["learn"]) for n in SIDES[2:]}
+    for name, times in over.items():
+        clock = rows[name]["step"] / max(rows[name]["ask"], rows[name]["without rollout"])
+        faster = [rows[n]["step"] / rows[name]["step"] for n in SIDES[:2]]
+        print(f"{name}: a step takes {times:.2f} x max(ask, learn), {clock:.2f} x where learn is without rollout")
+        print(f"{faster[0]:.2f} x as fast as one process with one core, {faster[1]:.2f} x as one with two")
     if not asked.quick:
         told = {"date": date.today().isoformat(), "machine": machine(1), "rounds": found, "medians": rows}
         RESULTS.write_text(json.dumps(told | {"over": over}, indent=1) + "\n")

@@ -20,6 +20,7 @@ import numpy as np
 
 from posttrain.api import main, session
 from posttrain.api.placed import EngineParts
+from posttrain.api.placed_environments import EnvironmentParts
 from posttrain.core.env import Reward
 from posttrain.core.ports import Attempt, Sampler
 from posttrain.core.run import Run
@@ -33,9 +34,9 @@ from posttrain.sandbox.port import SandboxBroken, SandboxUnavailableError
 from posttrain.verifier.integers import last_integer
 from posttrain.verifier.source import graded
 
-KINDS = ("engine", "verifier", "guardian", "sandbox", "tracker", "learner")
+KINDS = ("engine", "verifier", "guardian", "sandbox", "tracker", "environment", "learner")
 """Processes of a run under placement=processes: engines; the processes that answer for a reward function, and their
-guardians; sandboxes; the tracker of shared memory; the learner, which is the run itself.
+guardians; sandboxes; the tracker of shared memory; processes that play episodes; the learner, which is the run itself.
 
 A program inside a sandbox is none of them: one that is killed counts as one that crashed, which is its own fault.
 """
@@ -79,6 +80,10 @@ def checked(run: Run, folder: Path) -> Run:
     (file := folder / "length.py").write_text(REWARD)
     rewards = (Reward(function=f"{file}:length", workers=2),)
     return replace(run, env=replace(run.env, name="checked", rewards=rewards))
+
+
+class CheckedEnvironmentParts(EnvironmentParts):
+    """As its base. The process that makes them imports this module, and so knows `Checked`."""
 
 
 class DeadlyParts(EngineParts):
@@ -143,7 +148,8 @@ def kinds_of(run: int) -> dict[str, list[int]]:
 
 
 BEGUN = {
-    "engine": "posttrain.engine.pool.engine_process",
+    "engine": "# engine ",
+    "environment": "# environment ",
     "guardian": "posttrain.verifier.workers.guardian",
     "sandbox": "zygote",
     "tracker": "multiprocessing.resource_tracker",

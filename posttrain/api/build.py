@@ -19,6 +19,7 @@ from posttrain.api.engines import keep_timeline, make_opponent
 from posttrain.api.environments import distinct
 from posttrain.api.optimizers import beside, make_optimizer, own_learner
 from posttrain.api.placed import placed_engine
+from posttrain.api.placed_environments import PlacedEnvironments, placed_environments
 from posttrain.api.ranked import lead_learner
 from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import ModelJudge, RewardModels, with_reward_head
@@ -291,11 +292,13 @@ def probe_ids(policy: Policy) -> np.ndarray:
     return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)
 
 
-def _own_rollout(run: Run, stage: Stage, models: RewardModels, rollout: Rollout, env: Environment) -> Rollout:
+def _own_rollout(
+    run: Run, stage: Stage, models: RewardModels, rollout: Rollout, env: Environment, elsewhere: PlacedEnvironments
+) -> Rollout:
     """The rollout of a stage with its own environment."""
     own = run.env_of(stage)
     judges = rollout.judges if own.rewards == run.env.rewards else models.judges(own)
-    return replace(rollout, environment=env, limits=own.limits, judges=judges)
+    return replace(rollout, environment=env, limits=own.limits, judges=judges, plays=elsewhere.player(env))
 
 
 @dataclass
@@ -353,14 +356,14 @@ def make_parts(
     """
     models, sleepers, others = RewardModels(run, policy, book.folder), Sleepers(run), others or {}
     roles = make_roles(run, policy, env, models.judges(run.env), say, lead)
-    learner = roles.learner
+    learner, elsewhere = roles.learner, placed_environments(run, env, others, roles.engine, say, roles.close)
     if run.model.compile:
         _compile(learner, policy, say)
     _say_judges(roles, say)
 
     def close() -> None:
         keep_timeline(roles.engine, book.folder)
-        roles.close()
+        elsewhere.close()
         models.close()
 
     _check_optimizers(run, list(learner.parameters()))
@@ -370,7 +373,7 @@ def make_parts(
         renderer=roles.renderer,
         learner=learner,
         sampler=roles.engine,
-        rollout=roles.rollout,
+        rollout=replace(roles.rollout, plays=elsewhere.player(env)),
         sync=roles.sync,
         book=book,
         stop_ids=policy.stop_ids,
@@ -382,7 +385,7 @@ def make_parts(
         optimize=partial(make_optimizer, run.model, learner),
         beside=partial(beside, run, learner),
         settings={
-            s.name: StageSetting(others[s.name], _own_rollout(run, s, models, roles.rollout, others[s.name]))
+            s.name: StageSetting(others[s.name], _own_rollout(run, s, models, roles.rollout, others[s.name], elsewhere))
             for s in run.stages
             if s.name in others
         },

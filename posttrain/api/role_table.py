@@ -40,12 +40,15 @@ class RoleWatch:
         self._begun, self._waited = time.monotonic(), self._waits()
 
     def rows(self) -> list[RoleRow]:
-        """Every engine, the turns that none has yet, the groups asked ahead, and the learner."""
+        """Every engine, the turns that none has yet, the processes that play episodes, the groups asked ahead, and the
+        learner."""
         engines = self.pool.rows()
         since = [e.meter.read() - before for e, before in zip(self.pool.engines, self._meters, strict=True)]
         out = [replace(row, idle=busy.idle_share) for row, busy in zip(engines, since, strict=False)]
         queue = self.parts.queue
-        return [*out, *engines[len(out) :], *(() if queue is None else (queue.row(),)), self._learner()]
+        plays = self.parts.rollout.plays
+        elsewhere = () if plays is None else plays.rows()
+        return [*out, *engines[len(out) :], *elsewhere, *(() if queue is None else (queue.row(),)), self._learner()]
 
     def line(self) -> str:
         """The same in a few words, for a line that is printed between two steps."""

@@ -256,10 +256,11 @@ def _line(roles: ReinforceRoles, partial: UnfinishedStep, notes: tuple[str, ...]
     e, credit, seen = partial.experience, partial.credit or Credit((), roles.adaptive.ema), roles.watch.take()
     replayed = roles.replay.gauges() if roles.replay else {}
     gauges = merge(rollout_gauges(e, credit), e.engine, replayed, seen.gauges, *partial.learned)
-    timed = dict(roles.rollout.environment.gauges())
+    timed = dict(roles.rollout.gauges())
     if roles.stage.staleness:  # what the engine did meanwhile depends on time
         timed |= {n: g for n, g in roles.sync.sampler.gauges().items() if n not in e.engine}
     measured = {**roles.clock.take(), **roles.sync.sampler.clock(), **roles.groups.clock()}
+    measured |= roles.rollout.clock()
     clock = {**measured, **{n: g.mean for n, g in timed.items() if g.count}}
     said = (*notes, *partial.skipped, *seen.notes)
     return Step(roles.stage.name, e.index, roles.trainer.version, gauges, clock, said)

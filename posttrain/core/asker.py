@@ -45,14 +45,16 @@ DEADLY = "dead_letter"
 
 
 class DeadLetter(Exception):
-    """A turn that killed every engine it was given to. It fails its episode, and does not stop the run.
+    """A turn that killed every engine it was given to, or an episode that killed every process that played it. It fails
+    its episode, and does not stop the run.
 
-    `who` is the episode, where one asked. `deaths` is how many engines died of it.
+    `who` is the episode, where one asked. `deaths` is how many processes died of it; `of` says which.
     """
 
-    def __init__(self, who: Asker | None, deaths: int, cause: str) -> None:
+    def __init__(
+        self, who: Asker | None, deaths: int, cause: str, of: str = "engines died while they sampled its turn"
+    ) -> None:
         self.who, self.deaths, self.cause = who, deaths, cause
         super().__init__(
-            f"{who or 'a turn outside of an episode'}: {deaths} engines died while they sampled its turn, the last one"
-            f" with nothing else to do. {cause}"
+            f"{who or 'a turn outside of an episode'}: {deaths} {of}, the last one with nothing else to do. {cause}"
         )

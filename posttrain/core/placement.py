@@ -39,10 +39,14 @@ class Processes:
     """Seconds that a turn, an update or the start of an engine may take. After them the run stops and names who waits
     for whom. An engine without any sign of life for a tenth of this time is replaced."""
     deaths: int = 3
-    """How many engines one turn may kill. Then its episode counts as failed and is named in the record."""
+    """How many engines one turn may kill, or processes of environments one episode. Then the episode counts as failed
+    and is named in the record."""
+    environments: int = 0
+    """Processes that play episodes: the environment's code and its tools run there, and answers are judged by the
+    learner's verifiers. 0: episodes are played in the learner's process."""
 
     def __post_init__(self) -> None:
-        for name, least in (("engines", 1), ("cores", 0), ("deaths", 1)):
+        for name, least in (("engines", 1), ("cores", 0), ("deaths", 1), ("environments", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"placement.{name}={getattr(self, name)}: must be >= {least}")
         if self.folder is not None and self.transport != "file":

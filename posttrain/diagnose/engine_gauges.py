@@ -62,6 +62,12 @@ ENGINE: dict[str, Definition] = {
     "engine/deaths": Definition(
         "in the clock, with engines elsewhere: engines that died and were replaced since the last line", "engines", "0"
     ),
+    "environment/deaths": Definition(
+        "in the clock, with placement.environments: processes that played episodes, died and were replaced since the"
+        " last line",
+        "processes",
+        "0",
+    ),
     "queue/groups": Definition(
         "in the clock, with staleness: groups asked ahead when the step came for its own",
         "groups",

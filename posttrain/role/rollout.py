@@ -11,13 +11,16 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 from posttrain.core import abilities, seeds
 from posttrain.core.asker import DEADLY, Asker, DeadLetter, asked_for
 from posttrain.core.errors import InvariantError, PosttrainError
-from posttrain.core.ports import Attempt, Dialogue, Environment, EpisodeJudge, PairRenderer, Sampler
+from posttrain.core.gauge import Gauges, merge
+from posttrain.core.ports import Attempt, Dialogue, Environment, EpisodeJudge, PairRenderer, Sampler, Talk
 from posttrain.core.redact import scrubbed, scrubbed_data
 from posttrain.core.request import PassRate, RolloutRequest
+from posttrain.core.role_row import RoleRow
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.transcript import Transcript
@@ -27,6 +30,26 @@ from posttrain.role.concurrency import settled, together
 from posttrain.role.demonstrate import recited
 from posttrain.role.judging import SiblingVerdicts, judged, with_judges
 from posttrain.role.talk import Conversation, Player, tokens_upto
+
+
+class EpisodePlayer(Protocol):
+    """Plays episodes of one environment, elsewhere than in this process."""
+
+    async def play(self, task: Task, talk: Talk, others: bool) -> Stop:
+        """As `core.ports.Environment.play`. `others`: whether other seats have players of their own."""
+        ...
+
+    def gauges(self) -> Gauges:
+        """What the environment counted there since the last call."""
+        ...
+
+    def clock(self) -> Mapping[str, float]:
+        """What depends on time, since the last call."""
+        ...
+
+    def rows(self) -> Sequence[RoleRow]:
+        """What its processes do now."""
+        ...
 
 
 @dataclass
@@ -50,6 +73,9 @@ class Rollout:
     opponents: Mapping[int, Player] = field(default_factory=dict[int, Player])
     """Who plays siblings in the place of the policy, by the sibling's number. An opponent plays its whole episode, the
     other seats too where there are no `players`."""
+
+    plays: EpisodePlayer | None = None
+    """Who plays the episodes. None: the environment, in this process. Answers are judged by it either way."""
 
     async def episode(
         self,
@@ -99,11 +125,22 @@ class Rollout:
         """Play until the environment or the time limit ends the episode. The environment cleans up either way."""
         try:
             async with asyncio.timeout(self.limits.seconds) as clock:
+                if self.plays is not None:
+                    return await self.plays.play(task, talk, bool(self.players))
                 return await self.environment.play(task, talk)
         except TimeoutError:
             if not clock.expired():
                 raise
             return Stop.TIME
+
+    def gauges(self) -> Gauges:
+        """What the environment counted since the last call, here and where it is played."""
+        here = self.environment.gauges()
+        return here if self.plays is None else merge(here, self.plays.gauges())
+
+    def clock(self) -> Mapping[str, float]:
+        """What the processes count that play episodes elsewhere."""
+        return {} if self.plays is None else self.plays.clock()
 
     def _episode(
         self,

@@ -22,6 +22,7 @@ from posttrain.api import main
 from posttrain.core import checkpoint as checkpoints
 from posttrain.core import reader, record
 from posttrain.core.asker import Asker, DeadLetter, asked_for
+from posttrain.core.env import Env
 from posttrain.core.placement import Local, Placement, Processes
 from posttrain.core.run import Run
 from posttrain.engine.pool.engine_pool import EnginePool
@@ -184,6 +185,19 @@ def test_engines_in_processes_change_no_bit(staleness: int, tmp_path: Path) -> N
     local = played(placed(Local(), staleness), tmp_path / "local")
     for count in (1, 2):
         assert played(placed(Processes(engines=count), staleness), tmp_path / str(count)) == local
+
+
+@LONG
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_episodes_in_processes_change_no_bit(staleness: int, tmp_path: Path) -> None:
+    """Of one turn, and of several with a tool: turns, observations and what is paid come from elsewhere."""
+    one = placed(Local(), staleness)
+    several = replace(one, env=Env(name="calculator", heldout=6), stages=one.stages[1:])
+    several = replace(several, model=replace(several.model, context=192))
+    for name, run in (("one", one), ("several", several)):
+        local = played(run, tmp_path / f"{name}-local")
+        elsewhere = Processes(engines=1, environments=2)
+        assert played(replace(run, placement=elsewhere), tmp_path / f"{name}-elsewhere") == local
 
 
 class Killer:

@@ -1,5 +1,6 @@
 """Processes of every kind are killed under placement=processes, and nothing is lost: engines, verifier workers and
-their guardians, sandboxes, the tracker of shared memory, and the learner, whose run is resumed.
+their guardians, sandboxes, the tracker of shared memory, processes that play episodes, and the learner, whose run is
+resumed.
 
 The instants are drawn from a seed that is printed: POSTTRAIN_SWEEP_SEED repeats it, POSTTRAIN_SWEEP_KILLS is how many
 processes are killed, every kind as often as the others. Children are forked from a process that has computed nothing.
@@ -22,7 +23,18 @@ from posttrain.core.asker import DEADLY
 from posttrain.core.placement import Local, Processes
 from posttrain.core.run import Run
 from posttrain.sandbox.choose import choose
-from tests.killing import KINDS, POISON, DeadlyParts, RoleKiller, checked, ended, gone, kinds_of, order_of_kinds
+from tests.killing import (
+    KINDS,
+    POISON,
+    CheckedEnvironmentParts,
+    DeadlyParts,
+    RoleKiller,
+    checked,
+    ended,
+    gone,
+    kinds_of,
+    order_of_kinds,
+)
 from tests.late import nothing_lost_or_doubled
 from tests.laws.test_placement import outcome, placed
 
@@ -47,8 +59,13 @@ def drawn_seed() -> int:
     return seed
 
 
+@pytest.fixture(autouse=True)
+def environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.api.placed_environments.EnvironmentParts", CheckedEnvironmentParts)
+
+
 def processes(folder: Path, staleness: int, steps: int = 12, **how: Any) -> Run:
-    return checked(placed(Processes(engines=2, **how), staleness, steps=steps), folder)
+    return checked(placed(Processes(engines=2, environments=2, **how), staleness, steps=steps), folder)
 
 
 def counted(run: Run) -> Run:
@@ -90,7 +107,7 @@ def test_nobody_outlives_a_run_whose_learner_is_killed(tmp_path: Path) -> None:
     run = processes(tmp_path / "rewards", 0, steps=4)
     assert ended(tmp_path / "run", run, Looks(["learner"], np.random.default_rng(0), 0.01)) == 1
     assert all(seen[kind] for kind in KINDS), f"not all kinds were there: {seen}"
-    assert (len(seen["learner"]), len(seen["engine"]), len(seen["tracker"])) == (1, 2, 1)
+    assert [len(seen[kind]) for kind in ("learner", "engine", "environment", "tracker")] == [1, 2, 2, 1]
     every = [pid for pids in seen.values() for pid in pids]
     assert len(set(every)) == len(every), "no process is of two kinds"
     assert gone(every)
@@ -109,7 +126,7 @@ def test_a_poisonous_task_ends_on_the_dead_letter_list_whoever_else_dies(
     monkeypatch.setenv(POISON, " ".join(str(int(i)) for i in segment.ids[: int(np.argmax(segment.mask))]))
     monkeypatch.setattr("posttrain.api.placed.EngineParts", DeadlyParts)
     rng = np.random.default_rng(drawn_seed())
-    killer = RoleKiller(order_of_kinds(rng, KILLS, KINDS[1:5]), rng, BETWEEN)
+    killer = RoleKiller(order_of_kinds(rng, KILLS, KINDS[1:6]), rng, BETWEEN)
     ended(tmp_path / "poisoned", run, killer)
     print(f"killed beside the engines that died of it: {dict(killer.killed)}")
     assert killer.killed

@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -27,6 +28,7 @@ from posttrain.engine.parcel.receiver import ParcelReceiver
 from posttrain.engine.parcel.sender import ParcelSender
 from posttrain.engine.parcel.shared import SharedCarrier
 from posttrain.engine.pool.engine_pool import EnginePool
+from posttrain.engine.pool.environment_pool import EnvironmentPool
 from posttrain.engine.pool.hosted import EngineFacts, EngineStart
 from posttrain.engine.pool.ray_host import RayCluster, RayHost
 from posttrain.verifier.workers.ray_worker import RayWorker
@@ -110,6 +112,30 @@ def test_verifiers_on_ray_change_no_bit_though_they_are_killed(
     assert played(replace(run, placement=Ray(engines=1, verifiers=True)), tmp_path / "ray") == local
     print(f"{len(killed)} of the verifiers' actors killed, {asked['all']} questions")
     assert len(killed) >= 3 and os.getpid() not in killed
+
+
+def test_episodes_on_ray_change_no_bit_though_their_actors_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: RayCluster
+) -> None:
+    run = placed(Local(), 0, steps=8)
+    local = played(run, tmp_path / "local")
+    killer, begin = Killer(11, 0.5, 3), EnvironmentPool.__init__
+
+    def watched(self: EnvironmentPool, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        killer.pools.append(cast("EnginePool", SimpleNamespace(engines=self.processes)))
+
+    monkeypatch.setattr(EnvironmentPool, "__init__", watched)
+    killer.thread.start()
+    try:
+        elsewhere = Ray(engines=1, environments=2, deaths=5)
+        assert played(replace(run, placement=elsewhere), tmp_path / "ray") == local
+    finally:
+        killer.over.set()
+        killer.thread.join()
+    told = sum(s.clock.get("environment/deaths", 0) for s in reader.steps(tmp_path / "ray"))
+    print(f"{killer.killed} actors that play episodes killed, {told:g} told in the record")
+    assert killer.killed
 
 
 @pytest.mark.parametrize(("staleness", "transport"), [(0, "collective"), (2, "shared")])

@@ -21,9 +21,16 @@ from posttrain.api.terminal import Terminal
 from posttrain.controller.parts import RunParts
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.reader import steps
+from posttrain.core.types import Task
 from posttrain.engine.pool import busy
 from posttrain.engine.pool.busy import BusyMeter
 from posttrain.engine.pool.engine_pool import EnginePool
+from posttrain.engine.pool.environment_pool import (
+    EnvironmentPlayer,
+    EnvironmentPool,
+    EnvironmentProcess,
+    PlayedElsewhere,
+)
 from posttrain.role.group_queue import AskedGroup, GroupQueue
 from posttrain.role.roles import RoleCosts
 from tests.rooms.pool_parts import PLAIN, Script, prompt, scripted_pool
@@ -58,8 +65,24 @@ def test_a_meter_is_the_sum_over_what_happened(changes: list[tuple[float, int, i
     assert 0 <= found.idle_share <= 1
 
 
-def parts_of(queue: GroupQueue | None = None) -> RunParts:
-    return cast("RunParts", SimpleNamespace(queue=queue, version=7))
+def parts_of(queue: GroupQueue | None = None, plays: EnvironmentPlayer | None = None) -> RunParts:
+    return cast("RunParts", SimpleNamespace(queue=queue, version=7, rollout=SimpleNamespace(plays=plays)))
+
+
+def test_processes_that_play_episodes_are_rows() -> None:
+    """One that plays, with how long its oldest episode is there, and one that waits; they have no idle share."""
+    place = [EnvironmentProcess(f"environment {i}", cast("Any", SimpleNamespace(died=""))) for i in range(2)]
+    place[0].episodes = {PlayedElsewhere(Task("t", ""), cast("Any", None), 0, None): 1}
+    pool: EnvironmentPool = object.__new__(EnvironmentPool)
+    pool._processes = place
+    watch = RoleWatch(scripted_pool(Script(), 1), parts_of(plays=EnvironmentPlayer(pool, 0)), RoleCosts())
+    rows = {r.name: r for r in watch.rows()}
+    assert list(rows) == ["engine 0", "router", "environment 0", "environment 1", "learner"]
+    assert rows["environment 0"].doing == "plays" and rows["environment 0"].depth == "1 episodes"
+    assert rows["environment 0"].age is not None and rows["environment 1"].age is None
+    assert rows["environment 1"].doing == "ready" and "0 restarts" in rows["environment 1"].line()
+    assert "learner idle" in watch.line()
+    watch.pool.close()
 
 
 def queue_of(ended: int, open_: int) -> GroupQueue:

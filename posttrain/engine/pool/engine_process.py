@@ -1,5 +1,5 @@
-"""An engine in a process of its own on this machine: `serve` is what the process runs, `ProcessHost` is the learner's
-side.
+"""An engine, or environments, in a process of its own on this machine: `serve` is what the process runs, `ProcessHost`
+is the learner's side.
 
 The process is started by command, not by `multiprocessing`, because that would import the user's program again. They
 talk by pickled messages over a pair of sockets: (number, method, arguments) there, (number, value, error, report) back.
@@ -23,17 +23,17 @@ import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from posttrain.engine.pool.host import OpenCalls
-from posttrain.engine.pool.hosted import EngineEnded, EngineReport, HostedEngine, portable
+from posttrain.engine.pool.hosted import EngineEnded, EngineReport, Hosted, HostStart, portable
 
 LOG_LINES = 12
 """Last lines of a process's output that an error message quotes."""
 END_SECONDS = 10.0
 """Seconds that a process has to end after its connection was closed."""
 CANCEL, START = "cancel", "start"
-COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({fd})"
+COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({fd})  # {name}"
 
 
 # --- in the engine's process -----------------------------------------------------------------------------------------
@@ -54,11 +54,11 @@ async def _serve(connection: Connection) -> None:
     loop, asked = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str, Any]]()
     number, _, start = pickle.loads(connection.recv_bytes())
     try:
-        engine = HostedEngine(pickle.loads(start))
+        hosted = cast("HostStart", pickle.loads(start)).host()
     except BaseException as error:
         _send(connection, number, None, error)
         return
-    _send(connection, number, *await engine.answer("facts", ()))
+    _send(connection, number, *await hosted.answer("facts", ()))
     threading.Thread(target=_receive, args=(connection, loop, asked), daemon=True).start()
     calls = dict[int, asyncio.Task[None]]()
     while True:
@@ -67,13 +67,13 @@ async def _serve(connection: Connection) -> None:
             if (task := calls.get(given)) is not None:
                 task.cancel()
             continue
-        calls[number] = loop.create_task(_answer(engine, connection, number, method, given))
+        calls[number] = loop.create_task(_answer(hosted, connection, number, method, given))
         calls[number].add_done_callback(lambda _, n=number: calls.pop(n))
 
 
-async def _answer(engine: HostedEngine, connection: Connection, number: int, method: str, given: Any) -> None:
+async def _answer(hosted: Hosted, connection: Connection, number: int, method: str, given: Any) -> None:
     try:
-        value, report = await engine.answer(method, given)
+        value, report = await hosted.answer(method, given)
     except asyncio.CancelledError:
         return
     except BaseException as error:
@@ -105,7 +105,7 @@ class ProcessHost:
     """`host.EngineHost` over a process. It begins at once; the first answer, to `started`, comes when it can sample.
 
     Args:
-        start: a pickled `hosted.EngineStart`.
+        start: a pickled `hosted.HostStart`.
         threads: of torch in the process.
         cores: the CPU cores that it may use; None: those of this process.
     """
@@ -115,7 +115,7 @@ class ProcessHost:
         self._calls = OpenCalls()
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-engine-")
         ours, theirs = socket.socketpair()
-        code = COMMAND.format(path=sys.path, module=__name__, fd=theirs.fileno())
+        code = COMMAND.format(path=sys.path, module=__name__, fd=theirs.fileno(), name=name)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],

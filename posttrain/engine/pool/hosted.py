@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -55,12 +55,31 @@ class EngineEnded(Exception):
     the cause. The learner's side ends the process and begins a new one."""
 
 
+class Hosted(Protocol):
+    """What a process answers for, by the names of its methods."""
+
+    async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
+        """The value of one call, with a report where one is due."""
+        ...
+
+
+class HostStart(Protocol):
+    """What a process is begun with. It is pickled."""
+
+    def host(self) -> Hosted:
+        """Make what the process answers for, in it."""
+        ...
+
+
 @dataclass(frozen=True)
 class EngineStart:
     """How the process of an engine makes its two parts. It is pickled, so both are functions of modules."""
 
     engine: Callable[[], Sampler]
     receiver: Callable[[], WeightReceiver]
+
+    def host(self) -> HostedEngine:
+        return HostedEngine(self)
 
 
 class HostedEngine:

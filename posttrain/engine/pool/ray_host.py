@@ -1,5 +1,5 @@
-"""An engine as an actor of a Ray cluster (`pip install "posttrain[ray]"`). The actor runs `hosted.HostedEngine`, as a
-process does."""
+"""An engine, or environments, as an actor of a Ray cluster (`pip install "posttrain[ray]"`). The actor answers as a
+process does (`hosted.Hosted`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from posttrain.core.errors import ConfigError, EngineError
 from posttrain.engine.pool.host import OpenCalls
-from posttrain.engine.pool.hosted import EngineEnded, EngineFacts, EngineReport, HostedEngine, portable
+from posttrain.engine.pool.hosted import EngineEnded, EngineFacts, EngineReport, Hosted, portable
 
 AT_ONCE = 100_000
 """Calls that an actor takes at once. What it computes at once is the engine's own decision."""
@@ -25,15 +25,16 @@ class RayEngine:
 
     def __init__(self, start: bytes) -> None:
         self._start: bytes | None = start
-        self._engine: HostedEngine | None = None
+        self._hosted: Hosted | None = None
 
     async def answer(self, method: str, given: Any) -> tuple[Any, BaseException | None, EngineReport | None]:
-        """(value, error, report) of one call. The first one makes the engine."""
+        """(value, error, report) of one call. The first one makes what answers."""
         try:
-            if self._engine is None:
+            if self._hosted is None:
                 assert self._start is not None
-                self._engine, self._start = HostedEngine(pickle.loads(self._start)), None
-            value, report = await self._engine.answer(method, given)
+                self._hosted, self._start = pickle.loads(self._start).host(), None
+                assert self._hosted is not None
+            value, report = await self._hosted.answer(method, given)
         except Exception as error:
             return None, portable(error), None
         return value, None, report
@@ -129,19 +130,25 @@ def must_answer(address: str, timeout: float) -> None:
 
 
 class RayHost:
-    """`host.EngineHost` over an actor. Its first answer, to `started`, comes when it can sample."""
+    """`host.EngineHost` over an actor. Its first answer, to `started`, comes when it can sample.
 
-    def __init__(self, name: str, start: bytes, cluster: RayCluster, number: int, *, threads: int) -> None:
+    Args:
+        cluster: where CPUs are reserved for it. None: it reserves none, and comes to any machine.
+    """
+
+    def __init__(self, name: str, start: bytes, cluster: RayCluster | None, number: int, *, threads: int) -> None:
         import ray
 
         self.name, self._ray = name, ray
         self._calls = OpenCalls()
         how: dict[str, Any] = {
-            "num_cpus": cluster.cpus,
+            "num_cpus": 0 if cluster is None else cluster.cpus,
             "max_concurrency": AT_ONCE,
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
         }
-        if cluster.group is not None:
+        if cluster is None:
+            how["scheduling_strategy"] = "SPREAD"
+        elif cluster.group is not None:
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
             how["scheduling_strategy"] = PlacementGroupSchedulingStrategy(cluster.group, number)

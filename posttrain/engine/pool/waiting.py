@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -64,6 +65,12 @@ class WaitList:
         if not any(now - w.since > self.timeout and not w.future.done() for w in self._waits.values()):
             return ""
         return "\n".join(w.line(now) for w in sorted(self._waits.values(), key=lambda w: w.since))
+
+    def begin_anew(self, owners: Iterable[object]) -> None:
+        """What these wait for does something else meanwhile: their time counts from now on."""
+        known, now = {id(o) for o in owners}, time.monotonic()
+        for wait in self._waits.values():
+            wait.since = now if id(wait.owner) in known else wait.since
 
     def begin(self) -> None:
         """Forget the waits of an earlier event loop."""

@@ -1,0 +1,379 @@
+"""Environments in processes of their own, of which any may die at any time.
+
+An episode whose process died is played again from its beginning in another one, against what it had been told before:
+turns that were said are not asked again, and what the environment writes must be what it wrote. So nothing is sampled
+twice, and an environment that is a function of its task and of what is said ends as if nobody had died. One that writes
+something else the second time fails its episode, by name.
+
+An episode that has seen all but one of the deaths that it may cause is played in a process that plays nothing else. If
+that dies too, the episode is guilty: it raises `DeadLetter`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.core.asker import Asker, DeadLetter, asker
+from posttrain.core.errors import EngineError
+from posttrain.core.gauge import Gauges
+from posttrain.core.ports import Talk, Utterance
+from posttrain.core.role_row import RoleRow
+from posttrain.core.stop import Stop
+from posttrain.core.types import Task
+from posttrain.engine.pool.host import EngineDied, EngineHost, NewHost, has_started
+from posttrain.engine.pool.hosted import EngineReport
+from posttrain.engine.pool.played import EndedMove, GivenUpMove, LeftMove, Move, PaidMove, SeenMove, TurnMove
+from posttrain.engine.pool.waiting import WaitList
+
+WATCH_EVERY = 1.0
+"""Seconds between two looks at who waits."""
+SILENT = 0.1
+"""Share of the time-out after which a process without any sign of life is replaced."""
+STARTS = 3
+"""New processes in a row that may die while they start."""
+
+
+class PlayedDifferentlyError(Exception):
+    """An environment that was played again, because its process had died, did something else than the first time."""
+
+
+@dataclass(eq=False)
+class PlayedElsewhere:
+    """One episode, from its first move to its last, by however many processes."""
+
+    task: Task
+    talk: Talk
+    environment: int
+    who: Asker | None
+    done: list[Move] = field(default_factory=list[Move])
+    """What was done to the conversation so far."""
+    said: dict[int, Utterance] = field(default_factory=dict[int, Utterance])
+    turns: dict[int, asyncio.Task[Utterance]] = field(default_factory=dict[int, asyncio.Task[Utterance]])
+    """Turns that are being said."""
+    deaths: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return str(self.who or f"task {self.task.id!r}")
+
+    def does(self, move: Move, told: int) -> None:
+        """Do a move, which is number `told` of its process, unless it was done before.
+
+        Raises:
+            PlayedDifferentlyError: another one was done before.
+        """
+        if told < len(self.done):
+            if self.done[told] != move:
+                raise PlayedDifferentlyError(
+                    f"{self}: its process died, and played again the environment did another thing at move {told + 1}"
+                    f" ({type(move).__name__} for {type(self.done[told]).__name__}, or with other words). Let what it"
+                    " writes follow from the task and what was said, or set placement.environments=0"
+                )
+            return
+        self.done.append(move)
+        match move:
+            case SeenMove(seat, content, tools):
+                (self.talk if seat is None else self.talk.seat(seat)).see(content, tools)
+            case TurnMove(seat, most, number):
+                speaker = self.talk if seat is None else self.talk.seat(seat)
+                self.turns[number] = asyncio.ensure_future(speaker.say(most))
+            case GivenUpMove(number):
+                if (turn := self.turns.get(number)) is not None:
+                    turn.cancel()
+            case PaidMove(source, score):
+                self.talk.pay(source, score)
+            case LeftMove(state):
+                self.talk.leave(state)
+            case EndedMove(left=left):
+                if left is not None:
+                    self.talk.leave(left.state)
+
+
+@dataclass(eq=False)
+class EnvironmentProcess:
+    """One place of the pool: the process that is there now, and what it plays."""
+
+    name: str
+    host: EngineHost
+    episodes: dict[PlayedElsewhere, int] = field(default_factory=dict[PlayedElsewhere, int])
+    restarts: int = 0
+    starting: asyncio.Task[None] | None = None
+    _sign: tuple[Any, float] | None = None
+
+    @property
+    def ready(self) -> bool:
+        return not self.host.died and (self.starting is None or self.starting.done())
+
+    def silent(self) -> float:
+        """Seconds since a question without an answer; asks one where none is open."""
+        if not self.ready:
+            return 0.0
+        if self._sign is None or self._sign[0].done():
+            self._sign = self.host.call("report"), time.monotonic()
+        return time.monotonic() - self._sign[1]
+
+    def begin(self, host: EngineHost) -> None:
+        self.host, self.restarts, self._sign = host, self.restarts + 1, None
+
+    def row(self) -> RoleRow:
+        """What it does now. It may be asked from any thread."""
+        episodes = list(self.episodes)
+        return RoleRow(
+            name=self.name,
+            doing="plays" if episodes else "ready" if self.ready else "starting",
+            depth=f"{len(episodes)} episodes",
+            age=time.monotonic() - min(e.since for e in episodes) if episodes else None,
+            more=f"{self.restarts} restarts",
+        )
+
+
+class EnvironmentPool:
+    """Plays episodes in `count` processes.
+
+    Args:
+        new: begins a process with the environments of the run.
+        timeout: seconds in which an environment must do something, while it waits for no turn.
+        deaths: processes that one episode may kill.
+        say: tells people what happened to a process.
+    """
+
+    def __init__(
+        self,
+        new: NewHost,
+        *,
+        count: int,
+        timeout: float,
+        deaths: int,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._new, self._timeout, self._deaths, self._say = new, timeout, deaths, say
+        begun = list[tuple[EngineHost, Any]]()
+        try:
+            for i in range(count):
+                begun.append(new(i))
+            for i, (host, started) in enumerate(begun):
+                has_started(f"environment {i}", host, started, timeout)
+        except BaseException:
+            for host, _ in begun:
+                host.close()
+            raise
+        self._processes = [EnvironmentProcess(f"environment {i}", host) for i, (host, _) in enumerate(begun)]
+        self._number = 0
+        self._dead, self._lost = 0, EngineReport()
+        self._waits = WaitList(timeout)
+        self._broken: Exception | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._alone = asyncio.Lock()
+
+    @property
+    def processes(self) -> Sequence[EnvironmentProcess]:
+        return self._processes
+
+    async def play(self, environment: int, task: Task, talk: Talk, others: bool = False) -> Stop:
+        """Play one episode of environment number `environment`.
+
+        Args:
+            others: whether other seats have players of their own.
+
+        Raises:
+            DeadLetter: it has killed as many processes as an episode may. EngineError: nothing moves any more.
+            Exception: what the environment raised.
+        """
+        self._attend()
+        episode = PlayedElsewhere(task, talk, environment, asker())
+        try:
+            while True:
+                alone = episode.deaths >= self._deaths - 1 > 0
+                try:
+                    return await (self._by_itself(episode, others) if alone else self._among(episode, others))
+                except EngineDied as death:
+                    episode.deaths += 1
+                    if episode.deaths >= self._deaths and (alone or self._deaths == 1):
+                        what = "processes of environments died while they played it"
+                        raise DeadLetter(episode.who, episode.deaths, str(death), what) from None
+        finally:
+            running = list(episode.turns.values())
+            for turn in running:
+                turn.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def gauges(self) -> Gauges:
+        """What the environments counted since the last call."""
+        report, self._lost = self._lost, EngineReport()
+        for process in self._processes:
+            report = report + process.host.take_report()
+        return report.gauges
+
+    def clock(self) -> Mapping[str, float]:
+        """How many processes died since the last call."""
+        dead, self._dead = self._dead, 0
+        return {"environment/deaths": float(dead)}
+
+    def rows(self) -> list[RoleRow]:
+        """What each process does now. It may be asked from any thread."""
+        return [p.row() for p in self._processes]
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.host.close()
+
+    # --- episodes ----------------------------------------------------------------------------------------------------
+
+    async def _among(self, episode: PlayedElsewhere, others: bool) -> Stop:
+        """Play it in the process that plays the fewest."""
+        while True:
+            self._check()
+            self._revive()
+            ready = [p for p in self._processes if p.ready]
+            if ready:
+                process = min(ready, key=lambda p: len(p.episodes))
+                return await self._driven(process, episode, others)
+            starting = [p.starting for p in self._processes if p.starting is not None and not p.starting.done()]
+            await self._waits.until(
+                asyncio.ensure_future(asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)),
+                episode,
+                "a process that plays environments",
+            )
+
+    async def _by_itself(self, episode: PlayedElsewhere, others: bool) -> Stop:
+        """Play it in a process of its own, one such episode after the other."""
+        async with self._alone:
+            host, started = self._new(len(self._processes))
+            try:
+                await self._waits.until(asyncio.wrap_future(started), episode, "a process of its own")
+                return await self._driven(EnvironmentProcess("environment alone", host), episode, others)
+            finally:
+                self._lost = self._lost + host.take_report()
+                await asyncio.to_thread(host.close)
+
+    async def _driven(self, process: EnvironmentProcess, episode: PlayedElsewhere, others: bool) -> Stop:
+        """Do to the conversation what the process does, until the episode has ended there."""
+        self._number += 1
+        number, host, told = self._number, process.host, 0
+        coming: asyncio.Future[list[Move]] | None = None
+        process.episodes[episode] = number
+        try:
+            args = (number, episode.environment, episode.task, episode.talk.format, others)
+            await self._waits.until(asyncio.wrap_future(host.call("begin", *args)), episode, f"{process.name} to begin")
+            while True:
+                if coming is None:
+                    waits = self._waits.until(asyncio.wrap_future(host.call("moves", number)), episode, process.name)
+                    coming = asyncio.ensure_future(waits)
+                await asyncio.wait({coming, *episode.turns.values()}, return_when=asyncio.FIRST_COMPLETED)
+                for turn, speaking in [(t, s) for t, s in episode.turns.items() if s.done()]:
+                    del episode.turns[turn]
+                    if not speaking.cancelled():
+                        episode.said[turn] = speaking.result()
+                        host.call("said", number, turn, episode.said[turn])
+                if not coming.done():
+                    continue
+                moves, coming = coming.result(), None
+                for move in moves:
+                    episode.does(move, told)
+                    told += 1
+                    if isinstance(move, TurnMove):
+                        if move.number in episode.said:
+                            host.call("said", number, move.number, episode.said[move.number])
+                        await asyncio.sleep(0)  # the turn begins before what comes after it
+                    if isinstance(move, EndedMove):
+                        return _ended(move)
+        finally:
+            del process.episodes[episode]
+            if coming is not None and not coming.cancel() and not coming.cancelled():
+                coming.exception()  # the first error is told, and this one came with it
+            if not host.died:
+                host.call("drop", number)
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+
+    def _revive(self) -> None:
+        for i, process in enumerate(self._processes):
+            if process.host.died and (process.starting is None or process.starting.done()):
+                process.starting = asyncio.get_running_loop().create_task(self._restart(i, process))
+
+    async def _restart(self, number: int, process: EnvironmentProcess) -> None:
+        """A new process in the place of a dead one."""
+        self._dead, self._lost = self._dead + 1, self._lost + process.host.take_report()
+        self._say(f"{process.name} died: {process.host.died}\nIts episodes are played again")
+        await asyncio.to_thread(process.host.close)
+        for left in reversed(range(STARTS)):
+            host, started = self._new(number)
+            try:
+                await self._waits.until(asyncio.wrap_future(started), "the run", f"the start of a new {process.name}")
+                process.begin(host)
+                return
+            except EngineDied as death:
+                if not left:
+                    self._broken = EngineError(f"{process.name} dies whenever it is started anew: {death}")
+            except Exception as error:
+                self._broken = error
+                return
+            finally:
+                if process.host is not host:
+                    host.close()
+
+    def _attend(self) -> None:
+        """Begin to watch in the loop of now. What an earlier loop left is forgotten."""
+        self._check()
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._watching, self._alone = loop, None, asyncio.Lock()
+            self._waits.begin()
+            for process in self._processes:
+                process.episodes, process.starting = {}, None
+        if self._watching is None or self._watching.done():
+            self._watching = loop.create_task(self._watch())
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    async def _watch(self) -> None:
+        """While somebody waits: replace processes without a sign of life, and stop where a wait takes too long."""
+        await asyncio.sleep(0)
+        while self._waits or any(p.episodes for p in self._processes):
+            for process in self._processes:
+                if (silent := process.silent()) > SILENT * self._timeout:
+                    why = f"it gave no sign of life for {silent:.0f} s and was ended (placement.timeout)"
+                    await asyncio.to_thread(process.host.kill, why)
+                self._waits.begin_anew(e for e in process.episodes if e.turns)
+            if stalled := self._waits.look(WATCH_EVERY):
+                self._broken = EngineError(
+                    f"the environments have stalled: nothing may take more than {self._timeout:g} s"
+                    f" (placement.timeout)\n{stalled}\n" + "\n".join(p.row().line() for p in self._processes)
+                )
+                self._waits.fail(self._broken)
+            await asyncio.sleep(WATCH_EVERY)
+
+
+def _ended(move: EndedMove) -> Stop:
+    if move.error is not None:
+        raise move.error
+    assert move.stop is not None
+    return move.stop
+
+
+@dataclass(frozen=True)
+class EnvironmentPlayer:
+    """Plays the episodes of one environment of the run in the pool (`role.rollout.EpisodePlayer`)."""
+
+    pool: EnvironmentPool
+    environment: int
+
+    async def play(self, task: Task, talk: Talk, others: bool) -> Stop:
+        return await self.pool.play(self.environment, task, talk, others)
+
+    def gauges(self) -> Gauges:
+        return self.pool.gauges()
+
+    def clock(self) -> Mapping[str, float]:
+        return self.pool.clock()
+
+    def rows(self) -> Sequence[RoleRow]:
+        return self.pool.rows()
