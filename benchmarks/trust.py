@@ -40,6 +40,7 @@ from posttrain.checks import (
     credit,
     data,
     draws,
+    experts,
     fresh,
     frozen,
     generative,
@@ -116,6 +117,8 @@ EVERY_STEP = (
     *(outcomes.scored_first, outcomes.scored_alone, outcomes.outcomes_agree),
     *(preference_online.tokens_are_as_sampled, preference_online.opponents_play, preference_online.opponent_says),
     *(rejection.kept_was_played, rejection.kept_passes, rejection.kept_once, rejection.imitates_kept),
+    *(experts.every_token_has_its_experts, experts.choices_are_the_samplers, experts.learner_follows),
+    *(experts.experts_learn, experts.experts_moved),
     *(rejection.begins_with_its_weights, rejection.nothing_is_lost, regenerated.goes_on_from_its_step),
 )
 SECOND_OPINIONS = (
@@ -336,7 +339,7 @@ def ahead_words(caught: dict[str, Any], stale: dict[str, Any]) -> list[str]:
         " `dead_engine_counted_twice` adds to the engines' counts does not reach the record. A model with a recurrent"
         " state is never deterministic; and where a run is, nothing is being said when new weights come, so"
         " `router_mixes_versions` has nothing to mix. Faults whose run has `staleness` in any case are measured with it"
-        " in the column before too.",
+        " in the column before too. Those of mixtures of experts were not planted ahead.",
         "",
     ]
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import posttrain
 from posttrain.api.generative_judges import generative_judge
@@ -171,6 +171,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(run, model=Model(path=str(_remembers(folder / "state")), context=64))
     if needs == "chat":
         run = _chat(run, folder)
+    if needs == "experts":
+        run = mixture(run)
     if needs in AHEAD:
         stage = run.stages[-1]
         assert isinstance(stage, Reinforce)
@@ -197,6 +199,14 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
     if needs in ("preference", "online", "reject"):
         run = replace(run, stages=(_stage(needs, steps),))
     return run
+
+
+def mixture(run: Run, arch: Literal["qwen3_moe", "mixtral"] = "qwen3_moe") -> Run:
+    """The same from a mixture of experts that is built and taught first."""
+    sft = Supervised(
+        name="sft", style="answer", steps=60, batch=32, wrong=0.3, optimizer=Optimizer(lr=5e-3, warmup=5), eval=False
+    )
+    return replace(run, model=replace(MODEL, arch=arch), stages=(sft, *run.stages))
 
 
 def _stage(needs: str, steps: int) -> Preference | OnlinePreference | Rejection:

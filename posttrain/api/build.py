@@ -40,6 +40,7 @@ from posttrain.core.version import VERSION
 from posttrain.engine import eight_bit
 from posttrain.engine.embedded.engine import EmbeddedEngine
 from posttrain.engine.learner import HEADS, FrozenScorer, HFLearner
+from posttrain.engine.learner_routers import refuse_balance, refuse_replay
 from posttrain.engine.models import Policy, base_digest, load_policy
 from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze, frozen_module
@@ -260,6 +261,9 @@ def make_roles(
         say: tells the user what happens to engines elsewhere.
         lead: of a run over ranks, whose learner cuts the weights of the policy.
     """
+    refuse_balance(run.stages, policy.module)
+    if run.model.router_replay != "none":
+        refuse_replay(policy.module)
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     serving = placed_engine(run, policy, renderer.decode, say) if lead is not None else None

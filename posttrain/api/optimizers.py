@@ -18,6 +18,7 @@ def own_learner(run: Run, policy: Policy) -> HFLearner:
         gradient_checkpointing=run.model.checkpointing,
         offload_activations=run.model.offload_activations,
         sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
+        replays=run.model.router_replay != "none",
     )
 
 

@@ -95,7 +95,8 @@ def beginning(s: Segment, spoken: int) -> Segment:
     kept = None if s.kept is None else Kept.of(s.kept.sets()[:spoken])
     top = None if s.top is None else Top(s.top.ids[:spoken], s.top.logp[:spoken])
     in_turn = None if s.in_turn is None else s.in_turn[:spoken]
-    return Segment(s.ids[:end], s.mask[:end], s.logp[:end], s.version[:end], s.sampling, kept, top, in_turn)
+    routed = None if s.routed is None else s.routed[:end]
+    return Segment(s.ids[:end], s.mask[:end], s.logp[:end], s.version[:end], s.sampling, kept, top, in_turn, routed)
 
 
 def uniforms(looked: CheckedDraws, seed: int, stream: str) -> np.ndarray:

@@ -10,6 +10,7 @@ from posttrain.checks.change import ChangeGauges
 from posttrain.checks.credit import CreditCheck
 from posttrain.checks.data import TaskCheck
 from posttrain.checks.draws import Bets, DrawsCheck
+from posttrain.checks.experts import ExpertsCheck
 from posttrain.checks.fresh import FreshCheck
 from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.generative import JudgingCheck, VotesCheck
@@ -56,6 +57,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         CreditCheck(),
         ImplicitCheck(),
         SamplerCheck(fresh=not steps),
+        ExpertsCheck(),
         HintCheck(),
         TaskCheck(),
         AheadCheck(kept.get("ahead", {}) if steps else None),

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.algorithm.balance import Balanced, to_balance
 from posttrain.algorithm.credit import credit_step, without_credit
 from posttrain.algorithm.losses import Loss, PolicyLoss
 from posttrain.algorithm.steer import AdaptiveState, remember, standing, steered
@@ -103,6 +104,7 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                 optimizer_steps=stage.optimizer_steps,
                 implicit=roles.implicit,
                 hints=roles.hints,
+                reroute=roles.run.model.router_replay == "start",
             )
             roles.watch.emit(ScoredEvent(e, groups))
             credit = credit_step(
@@ -117,9 +119,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                 if (batch := minibatch.batch) is not None:
                     try:
                         with named(batch, credit, f"{stage.name} step {e.index}"):
-                            seen = roles.trainer.step(
-                                batch, PolicyLoss(a, warming), roles.watch, index=e.index, first=minibatch.first
-                            )
+                            data, loss = objective_of(roles, batch, PolicyLoss(a, warming))
+                            seen = roles.trainer.step(data, loss, roles.watch, index=e.index, first=minibatch.first)
                     except InvariantError as error:
                         if not isinstance(error.__cause__, NonFiniteGradient):
                             raise
@@ -139,6 +140,14 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         line = await roles.watch.after(partial.line)
         await roles.groups.learned()
         return line
+
+
+def objective_of(roles: ReinforceRoles, batch: Batch, loss: PolicyLoss) -> tuple[Batch, Loss]:
+    """The minibatch and its loss, with the load-balance loss of a mixture of experts where the stage has one."""
+    coef, routers = roles.stage.router_aux_loss_coef, roles.learner.routers()
+    if not coef or loss.warming or routers is None:
+        return batch, loss
+    return to_balance(batch, routers.experts), Balanced(loss, coef)
 
 
 def _adapted(roles: ReinforceRoles, partial: UnfinishedStep, credit: Credit) -> AdaptiveState:

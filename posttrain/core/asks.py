@@ -181,6 +181,7 @@ HARMLESS = frozenset(
             "Model.history",
             "Model.kernels",
             "Model.quantize",
+            "Model.router_replay",
         ),
         *("Optimizer.kind", "Optimizer.schedule", "Optimizer.rates", "Optimizer.freeze"),
         "Replay.balanced",

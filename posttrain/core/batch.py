@@ -17,6 +17,7 @@ import numpy as np
 
 from posttrain.core.bins import balanced, bins
 from posttrain.core.errors import InvariantError
+from posttrain.core.routed import check_routed, packed_routed
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import Streamed
 from posttrain.core.types import Kept, Segment
@@ -47,6 +48,11 @@ class Packed:
     unit_E: np.ndarray | None = None
     """int32: unit of each episode, 0..U-1, ascending. A unit is what a loss reads together (a pair, a list); no split
     divides it. None: each episode is a unit."""
+    routed_N: np.ndarray | None = None
+    """int16 [N, R, K]: the experts that computed each token in its sampler (`core.routed`); None: none is known."""
+    balance_E: np.ndarray | None = None
+    """float64 [E]: what a router's probability of each expert, at a token whose experts are known, adds to the
+    load-balance loss of the whole minibatch (`algorithm.balance`); None where there is no such loss."""
 
     def __post_init__(self) -> None:
         m = len(self.source_M)
@@ -69,6 +75,8 @@ class Packed:
             raise InvariantError("batch: positions in the turn are given exactly where the sampling reads them")
         if np.any(np.diff(self.sequence_S) < 0):
             raise InvariantError("batch: segments of one episode must lie together, episodes ascending")
+        if self.routed_N is not None:
+            check_routed(self.routed_N, len(self.ids_N), "batch")
         if self.unit_E is not None and (len(self.unit_E) != self.episodes or not _counts_up(self.unit_E)):
             raise InvariantError(
                 f"batch: units number the {self.episodes} episodes 0, 1, ... in order, each unit's episodes side by"
@@ -134,7 +142,7 @@ class Packed:
                 if segments[0].sampling.in_turn
                 else None
             ),
-            **further,
+            **{"routed_N": packed_routed([s.routed for s in segments], lengths.tolist()), **further},
         )
 
     def heard(self) -> Packed:
@@ -189,6 +197,7 @@ class Packed:
             kept=kept,
             in_turn_M=None if self.in_turn_M is None else self.in_turn_M[keep_M],
             unit_E=unit_E,
+            routed_N=None if self.routed_N is None else self.routed_N[keep_N],
             **self._carried(keep_M),
         )
 

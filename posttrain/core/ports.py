@@ -13,6 +13,7 @@ from posttrain.core.adapter import AdapterTrial
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauges, Step
+from posttrain.core.routed import Routers
 from posttrain.core.sampling import Sampling
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
@@ -54,9 +55,7 @@ class Sampler(Protocol):
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: log-probs of ids[1:], each given all tokens before it, at temperature 1 without truncation.
-
-        It is for checking that the served weights are the ones that were sent. Rollouts never need it.
-        """
+        It checks that the served weights are the ones that were sent."""
         ...
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
@@ -68,8 +67,7 @@ class Sampler(Protocol):
         ...
 
     def clock(self) -> Mapping[str, float]:
-        """Seconds since the last call, by what they were spent on, such as `engine/step`. They are apart from the
-        gauges because no digest covers them."""
+        """Seconds since the last call, by what they were spent on, such as `engine/step`. No digest covers them."""
         ...
 
 
@@ -102,8 +100,7 @@ class Examiner(Scorer, Protocol):
 
 
 class Reference(Examiner, Protocol):
-    """A frozen model that the policy is compared with. It may own its weights, or be the policy's own model with its
-    adapter switched off."""
+    """A frozen model that the policy is compared with: its own weights, or the policy's, the adapter switched off."""
 
     @property
     def digest(self) -> str:
@@ -128,8 +125,7 @@ class Learner(Examiner, Protocol):
     ) -> TokenScores:
         """Differentiable scores of one micro-batch; with `candidates_MK` also those tokens' log-probs, with `heard`
         those of `Packed.heard`. With `head_only` the value's gradient stops at its head. With `rewards` the reward head
-        reads each segment. Without `logp` the language-model head does not run.
-        """
+        reads each segment. Without `logp` the language-model head does not run."""
         ...
 
     def rewards(self, packed: Packed) -> np.ndarray:
@@ -171,6 +167,10 @@ class Learner(Examiner, Protocol):
 
     def adapter(self) -> AdapterTrial | None:
         """None where all weights train."""
+        ...
+
+    def routers(self) -> Routers | None:
+        """Those of a mixture of experts. None where it is none, or where its routers are not understood."""
         ...
 
     def packed_score(self, packed: Packed) -> np.ndarray:

@@ -8,6 +8,8 @@ Columns of an episode file, N tokens of all segments one after another:
     top_ids int32, top_logp float32 [spoken tokens x K of segments that store their K most
         probable tokens, one after another]
     in_turn int32 [spoken tokens of segments whose sampling reads it]: position of each in its turn
+    routed int16 [tokens x R x K of segments with router choices, one after another], routed_shape int64 [3 x segments]:
+        tokens, R and K of each, 0 0 0 of one without (`core.routed`); both only where some segment has them
     meta uint8: UTF-8 JSON with tasks, samplings and one object per episode
 """
 
@@ -198,6 +200,18 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
         "top_logp": _join([t.logp.ravel() for t in top], np.float32),
         "in_turn": _join([s.in_turn for s in segments if s.in_turn is not None], np.int32),
         "meta": np.frombuffer(json.dumps(meta, default=_as_plain).encode(), np.uint8),
+        **_routed_columns(segments),
+    }
+
+
+def _routed_columns(segments: Sequence[Segment]) -> Columns:
+    found = [s.routed for s in segments if s.routed is not None]
+    if not found:
+        return {}
+    shapes = [(0, 0, 0) if s.routed is None else s.routed.shape for s in segments]
+    return {
+        "routed": _join([r.ravel() for r in found], np.int16),
+        "routed_shape": np.array(shapes, np.int64).ravel(),
     }
 
 
@@ -256,7 +270,8 @@ class _Cut:
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
         self.columns = columns
         self.lengths = iter(columns["length"].tolist())
-        self.token = self.draw = self.kept = self.top = self.turn = 0
+        self.token = self.draw = self.kept = self.top = self.turn = self.routed = 0
+        self.shapes = iter(columns.get("routed_shape", np.zeros(0, np.int64)).reshape(-1, 3).tolist())
 
     def segment(self, sampling: Sampling) -> tuple[Segment, np.ndarray]:
         """The next segment and the advantages of its spoken tokens."""
@@ -268,7 +283,13 @@ class _Cut:
         kept = self._kept(int(mask.sum())) if sampling.truncated else None
         top = self._top(int(mask.sum()), sampling.top) if sampling.top else None
         in_turn = self._in_turn(int(mask.sum())) if sampling.in_turn else None
-        return Segment(ids, mask, logp, version, sampling, kept, top, in_turn), advantage[mask]
+        return Segment(ids, mask, logp, version, sampling, kept, top, in_turn, self._routed()), advantage[mask]
+
+    def _routed(self) -> np.ndarray | None:
+        shape = next(self.shapes, (0, 0, 0))
+        here = slice(self.routed, self.routed + int(np.prod(shape)))
+        self.routed = here.stop
+        return self.columns["routed"][here].reshape(shape) if shape[0] else None
 
     def _in_turn(self, spoken: int) -> np.ndarray:
         here = slice(self.turn, self.turn + spoken)
@@ -307,7 +328,8 @@ def pack_columns(columns: Columns) -> bytes:
 
 DTYPES = {
     **dict.fromkeys(("ids", "version", "kept_ids", "top_ids", "in_turn"), np.dtype(np.int32)),
-    **dict.fromkeys(("length", "kept_length"), np.dtype(np.int64)),
+    **dict.fromkeys(("length", "kept_length", "routed_shape"), np.dtype(np.int64)),
+    "routed": np.dtype(np.int16),
     **dict.fromkeys(("logp", "top_logp"), np.dtype(np.float32)),
     "mask": np.dtype(np.bool_),
     "advantage": np.dtype(np.float64),

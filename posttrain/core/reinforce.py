@@ -57,6 +57,11 @@ class Reinforce(Stage):
     short answers."""
     replay: Replay | None = None
     """Learn again from groups of earlier steps (`rl.replay.size=64`). None: each group is learned from once."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balance loss of a mixture of experts (GShard, Switch): experts x sum of each expert's share of
+    tokens times its mean probability. 0: routers learn from reward alone, because this loss moves every router at every
+    step, also where nothing else is learned, and away from what the sampler was. Raise it (.001) where
+    `experts/dead` grows."""
     sync_every: int | None = None
     """Optimizer steps after which the sampler gets the new weights: a multiple of minibatches x epochs. None: after
     every step."""
@@ -76,6 +81,8 @@ class Reinforce(Stage):
                 f"{self.name}.siblings={self.siblings}: {self.algorithm.name} compares siblings, so at least 2 are"
                 " needed"
             )
+        if self.router_aux_loss_coef < 0:
+            raise ConfigError(f"{self.name}.router_aux_loss_coef={self.router_aux_loss_coef:g}: must be >= 0")
         if self.staleness < 0:
             raise ConfigError(f"{self.name}.staleness={self.staleness}: must be >= 0 (0: no sample is older)")
         if self.unfinished != "go_on" and not self.staleness:

@@ -16,6 +16,7 @@ from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.placement import Local, Placement, placement_refusals
 from posttrain.core.reinforce import Reinforce as Reinforce
+from posttrain.core.routed import RouterReplay, router_refusals
 from posttrain.core.stage import Optimizer as Optimizer
 from posttrain.core.stage import Stage, offered, refusals
 
@@ -24,6 +25,9 @@ NAME = re.compile(r"\w[\w-]{0,63}")
 
 Checkpointing = Literal["none", "selective", "full"]
 """Which activations are computed again in the backward pass: see `Model.gradient_checkpointing`."""
+
+MIXTURES = ("qwen3_moe", "mixtral")
+"""Architectures that are mixtures of experts."""
 
 BUILT_CONTEXT = 512
 """Positions of a built model, where `Model.context` is not set."""
@@ -38,8 +42,8 @@ class Model:
     tokenizer of the environment's alphabet."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model at `path`."""
-    arch: Literal["qwen3", "llama", "gpt2", "gemma"] = "qwen3"
-    """Architecture of a model that is built."""
+    arch: Literal["qwen3", "llama", "gpt2", "gemma", "qwen3_moe", "mixtral"] = "qwen3"
+    """Architecture of a model that is built. qwen3_moe and mixtral are mixtures of experts."""
     hidden: int = 128
     """Width of a built model."""
     layers: int = 4
@@ -49,7 +53,11 @@ class Model:
     kv_heads: int = 4
     """Key-value heads of a built model; fewer than `heads` share them."""
     ffn: int = 384
-    """Width of the feed-forward layers of a built model."""
+    """Width of the feed-forward layers of a built model; of each expert in a mixture."""
+    experts: int = 4
+    """Experts in each layer of a built mixture (qwen3_moe, mixtral)."""
+    experts_per_token: int = 2
+    """Experts that the router of a built mixture chooses for each token."""
     context: int | None = None
     """Most tokens of a sequence, prompt included. None: all positions of the model at `path`, and 512 where the model
     is built or gives no limit. With a RoPE whose frequencies change with the length (dynamic, longrope), the limit is
@@ -81,6 +89,12 @@ class Model:
     warm_up: bool | None = None
     """Compute the largest pass that the settings allow once before the first step of a stage, so that memory that does
     not suffice shows at once. Nothing is learned from it. None: on every device but the CPU."""
+    router_replay: RouterReplay = "none"
+    """Whose choice of experts the learner follows, in a mixture of experts. sampler: of each token those that its
+    sampler chose, as the engine recorded them; their weights are computed anew, so that the router learns (R3,
+    2510.11370). start: those of the learner at the beginning of the step (R2), which holds them fixed over several
+    optimizer steps. none: every pass chooses anew. It matters where sampler and learner differ: narrow types,
+    staleness, several optimizer steps."""
     gradient_checkpointing: Checkpointing | bool = "none"
     """What the backward pass computes again instead of keeping it in memory. selective: all but matrix products and
     attention, which costs little. full: whole layers. true and false stand for full and none."""
@@ -104,6 +118,11 @@ class Model:
                 "model.compile=true keeps what its graphs decide to keep: set model.gradient_checkpointing=none"
                 " model.offload_activations=false, or leave it out"
             )
+        if self.compile and self.router_replay != "none":
+            raise ConfigError(
+                "model.compile=true writes the routers' choice into its graphs, so none can be given to them: set"
+                " model.router_replay=none, or leave model.compile out"
+            )
         if self.path is None:
             self._check_sizes()
 
@@ -115,7 +134,12 @@ class Model:
 
     def _check_sizes(self) -> None:
         """ConfigError where no model of `arch` can be built at these sizes."""
-        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context"):
+        if self.router_replay != "none" and self.arch not in MIXTURES:
+            raise ConfigError(
+                f"model.router_replay={self.router_replay}, and {self.arch} has no router: set model.arch to"
+                f" {' or '.join(MIXTURES)}, or model.router_replay=none"
+            )
+        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "experts", "experts_per_token", "context"):
             if (size := getattr(self, name)) is not None and size < 1:
                 raise ConfigError(f"model.{name}={size}: must be >= 1")
         if self.hidden % self.heads:
@@ -126,6 +150,11 @@ class Model:
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model.heads={self.heads} cannot share model.kv_heads={self.kv_heads}: use a divisor of {self.heads}"
+            )
+        if self.experts_per_token > self.experts:
+            raise ConfigError(
+                f"model.experts_per_token={self.experts_per_token} of model.experts={self.experts}: a router chooses"
+                " among the experts of its layer, so use at most as many"
             )
         if self.arch == "gpt2" and self.kv_heads != self.heads:
             raise ConfigError(
@@ -238,6 +267,9 @@ class Run:
         for stage in [s.name for s in self.stages if isinstance(s, Reinforce) and s.unfinished == "pause"]:
             for why in pause_refusals(stage, self.engine, isinstance(self.placement, Local), self.deterministic):
                 raise ConfigError(why)
+        balanced = next((s.name for s in self.stages if isinstance(s, Reinforce) and s.router_aux_loss_coef), "")
+        for why in router_refusals(self.model.router_replay, balanced, isinstance(self.engine, Embedded)):
+            raise ConfigError(why)
         if not isinstance(self.engine, Embedded):
             check_served_elsewhere(self.model.lora, self.model.quantize)
         if self.model.path is None:

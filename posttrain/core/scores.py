@@ -37,6 +37,8 @@ class TokenScores:
     """[H]: log-probs of the tokens that the policy was told (`Packed.heard`)."""
     computed: int | None = None
     """Positions that the layers computed: fewer than packed ones where shared beginnings are computed once."""
+    balance: Any | None = None
+    """Scalar: these tokens' part of the load-balance loss, where the batch asks for it (`Packed.balance_E`)."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from posttrain.core.errors import InvariantError
+from posttrain.core.routed import filled
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import SHOWN, Kept, Said, Segment, Top
 
@@ -31,6 +32,7 @@ class Transcript:
         self._kept: list[np.ndarray] = []
         self._top: list[Top] = []
         self._in_turn: list[np.ndarray] = []
+        self._routed: np.ndarray | None = None
         self._length = 0
 
     def __len__(self) -> int:
@@ -53,6 +55,8 @@ class Transcript:
             raise InvariantError(
                 "a truncated sampler must hand over the kept set of every token it said, and no other may"
             )
+        if said.routed is not None:
+            self._route(said.routed, self._length + n - 1)
         self._append(said.ids, np.ones(n, bool), said.logp, said.version)
         self._in_turn.append(np.arange(n, dtype=np.int32))
         if bool(self.sampling.top) != (said.top is not None):
@@ -69,6 +73,17 @@ class Transcript:
         n = len(ids)
         self._append(ids, np.ones(n, bool), np.zeros(n, np.float32), np.full(n, SHOWN, np.int32))
         self._in_turn.append(np.arange(n, dtype=np.int32))
+
+    def _route(self, routed: np.ndarray, computed: int) -> None:
+        """Add the experts of the tokens that this turn computed first. Those of earlier turns stay: by them their
+        tokens were drawn, whatever weights computed the same tokens again later."""
+        if len(routed) != computed:
+            raise InvariantError(
+                f"a turn computed {computed} tokens, those of its prompt included, and has router choices of"
+                f" {len(routed)}"
+            )
+        before = routed[:0] if self._routed is None else self._routed
+        self._routed = np.concatenate([before, routed[len(before) :]])
 
     def _append(self, ids: Sequence[int] | np.ndarray, mask: np.ndarray, logp: np.ndarray, version: np.ndarray) -> None:
         if not len(ids) == len(mask) == len(logp) == len(version):
@@ -95,4 +110,5 @@ class Transcript:
             kept=Kept.of(self._kept) if self.sampling.truncated else None,
             top=Top.join(self._top, self.sampling.top) if self.sampling.top else None,
             in_turn=np.concatenate([np.zeros(0, np.int32), *self._in_turn]) if self.sampling.in_turn else None,
+            routed=None if self._routed is None else filled(self._routed, self._length),
         )

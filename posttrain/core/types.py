@@ -18,6 +18,7 @@ import numpy as np
 from posttrain.core.content import Content
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge
+from posttrain.core.routed import check_routed
 from posttrain.core.sampling import Sampling
 from posttrain.core.seats import SeatTurn
 from posttrain.core.spread import rounding, spread
@@ -137,8 +138,13 @@ class Said:
     stop: Stop
     kept: Kept | None = None
     top: Top | None = None
+    routed: np.ndarray | None = None
+    """int16 [P + n - 1, R, K]: the experts of each token that was computed, those of the prompt first (`core.routed`).
+    Given by engines that record them, for a mixture of experts."""
 
     def __post_init__(self) -> None:
+        if self.routed is not None:
+            check_routed(self.routed, len(self.routed), "a turn")
         if not len(self.ids) == len(self.logp) == len(self.version):
             raise InvariantError(
                 f"said {len(self.ids)} tokens with {len(self.logp)} log-probs and {len(self.version)} versions"
@@ -162,6 +168,9 @@ class Segment:
     `top` exactly where `sampling.top`. `in_turn` (int32, the position of each spoken token in its turn) is given
     exactly where `sampling.in_turn`. The mask does not show where a turn begins, because two turns may have nothing
     between them.
+
+    `routed` (int16 [T, R, K], `core.routed`) are the experts that computed each token in the sampler, where it is a
+    mixture of experts and its engine records them.
     """
 
     ids: np.ndarray
@@ -172,9 +181,12 @@ class Segment:
     kept: Kept | None = None
     top: Top | None = None
     in_turn: np.ndarray | None = None
+    routed: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         n = len(self.ids)
+        if self.routed is not None:
+            check_routed(self.routed, n, "a segment")
         if not len(self.mask) == len(self.logp) == len(self.version) == n:
             raise InvariantError(
                 f"misaligned segment: {n} ids, {len(self.mask)} mask, {len(self.logp)} logp, {len(self.version)}"

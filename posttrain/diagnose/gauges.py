@@ -5,6 +5,7 @@ from __future__ import annotations
 from posttrain.diagnose.ahead_gauges import AHEAD
 from posttrain.diagnose.engine_gauges import ENGINE
 from posttrain.diagnose.evaluation_gauges import EVALUATION
+from posttrain.diagnose.expert_gauges import EXPERTS
 from posttrain.diagnose.gauge_definition import Definition as Definition
 from posttrain.diagnose.implicit_gauges import IMPLICIT
 from posttrain.diagnose.value_gauges import VALUES
@@ -25,9 +26,7 @@ REGISTRY: dict[str, Definition] = {
     ),
     "rollout/mixed": Definition("share of played groups whose raw outcomes differ", "share", "> 0.3"),
     "rollout/unjudged": Definition("share of episodes without a reward: failed and abstained", "share", "0"),
-    "rollout/failed": Definition(
-        "share of episodes without a reward because a source failed on our side (raised, timeout, ...)", "share", "0"
-    ),
+    "rollout/failed": Definition("share of episodes without a reward since a source of ours failed", "share", "0"),
     "rollout/abstained": Definition(
         "share of episodes about which every source abstained (a reward returned None)", "share", "as meant"
     ),
@@ -396,4 +395,5 @@ REGISTRY: dict[str, Definition] = {
     **ENGINE,
     **AHEAD,
     **IMPLICIT,
+    **EXPERTS,
 }

@@ -67,6 +67,11 @@ def using(layout: Layout) -> Iterator[None]:
         _IN_USE.reset(token)
 
 
+def layout_in_use() -> Layout | None:
+    """The layout of the forward pass that runs now; None outside of one."""
+    return _IN_USE.get()
+
+
 def keep_layout_in_recomputation(module: nn.Module) -> None:
     """Make layers that are computed again in the backward pass (activation checkpointing) attend by the layout
     of their forward pass."""
@@ -227,6 +232,8 @@ class PackedLayout:
                 f"a packed layout needs at least one segment and positive lengths, got {lengths_S.tolist()}"
             )
         self.tokens = int(lengths_S.sum())
+        self.routing: Any = None
+        """What the routers of a mixture of experts are given, and what they choose (`routing.Routing`)."""
         self._kernels: KernelChoice = kernels
         starts_S = np.cumsum(lengths_S) - lengths_S
         to: list[np.ndarray] = []

@@ -27,6 +27,7 @@ from posttrain.engine.adapter import TrialOfAdapter
 from posttrain.engine.compiled import warmed_up
 from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.heads import NAME, RewardHead, value_head
+from posttrain.engine.learner_routers import LearnerRouters, refuse_replay
 from posttrain.engine.models import Policy, named_tensors, served_tensors
 from posttrain.engine.packed_reader import SCORE_TOKENS, PackedReader, Reading, device_ids, forward_only, joined
 from posttrain.engine.quantise import make_float
@@ -49,6 +50,10 @@ class HFLearner:
         offload_activations: keep activations in the memory of the CPU until the backward.
         sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
             (`embedded.replay`). Log-probs get these values then, and keep their own gradients.
+        replays: the experts of a token are those that its sampler chose, where they are known (`core.routed`).
+
+    Raises:
+        ConfigError: `replays`, and the model has no routers that could follow choices.
     """
 
     def __init__(
@@ -58,10 +63,13 @@ class HFLearner:
         gradient_checkpointing: Checkpointing = "none",
         offload_activations: bool = False,
         sampled: Callable[[Packed], Tensor] | None = None,
+        replays: bool = False,
     ) -> None:
         self.policy = policy
         self._sampled = sampled
-        self._reader = PackedReader(policy)
+        self._reader = PackedReader(policy, replays=replays)
+        if replays:
+            refuse_replay(policy.module)
         self.value_head = value_head(self._reader.out.weight.shape[1], logit_dtype(policy.dtype), policy.device)
         self.reward_head = policy.reward_head
         self._frozen: dict[str, str] | None = None
@@ -88,8 +96,12 @@ class HFLearner:
             found = self._reader.hidden(packed, np.concatenate([packed.source_M, places, more]))
         hidden, read, listened = found.split([packed.spoken, len(places), len(more)])
         given = None if head is None else head.read(packed, read)
+        routing = self._reader.routing
+        balance = None if packed.balance_E is None or routing is None else routing.balance(packed)
         if not logp:
-            return TokenScores(None, None, None, rewards=given, computed=self._reader.computed - before)
+            return TokenScores(
+                None, None, None, rewards=given, computed=self._reader.computed - before, balance=balance
+            )
         logp_M, spread = self._reader.head(packed, hidden, entropy)
         if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
             logp_M = logp_M - logp_M.detach() + self._sampled(packed)  # 0 + x is x
@@ -102,6 +114,7 @@ class HFLearner:
             given,
             None if told is None else self._heard(told, listened, logp_M),
             self._reader.computed - before,
+            balance,
         )
 
     def _heard(self, told: Packed, hidden: Tensor, like: Tensor) -> Tensor:
@@ -200,7 +213,7 @@ class HFLearner:
         copy.module.double().eval()
         if isinstance(copy.module, PreTrainedModel) and hasattr(copy.module.config, "_experts_implementation"):
             copy.module.set_experts_implementation("eager")  # others have no float64
-        return PackedReader(copy).score(packed, torch.float64)
+        return PackedReader(copy, replays=self._reader.replays).score(packed, torch.float64)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by name: the policy's in the module's order, each tied one once, then those of the value
@@ -238,6 +251,10 @@ class HFLearner:
     def adapter(self) -> TrialOfAdapter | None:
         """What shows that a sampler computes with the adapter; None where all weights train."""
         return None if self.policy.lora is None else TrialOfAdapter(self.policy.module, self)
+
+    def routers(self) -> LearnerRouters | None:
+        """None where it is no mixture of experts, or where its routers are not understood (`routing.why_not`)."""
+        return None if self._reader.routers is None else LearnerRouters.of(self._reader, self._reader.routers)
 
     def train_mode(self, on: bool) -> None:
         """Switch training mode. Activations are checkpointed only while it is on. It adds no noise, because noise was

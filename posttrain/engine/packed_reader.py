@@ -21,6 +21,8 @@ from posttrain.core.types import Top
 from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.models import Policy
+from posttrain.engine.packed_routing import PackedRouting
+from posttrain.engine.routing import routers_of
 from posttrain.engine.sharing import Sharing
 from posttrain.engine.stateful import Alone, is_stateful
 from posttrain.engine.training_layers import training_read_out
@@ -35,8 +37,14 @@ Reading = Callable[[Packed, Tensor], Tensor]
 class PackedReader:
     """Runs packed segments through the decoder and the head of one policy."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, replays: bool = False) -> None:
         self.module = policy.module
+        self.routers = routers_of(policy.module)
+        """Of a mixture of experts; None where it is none, or where its routers are not understood."""
+        self.replays = replays
+        """Whether the experts of a token are those of its sampler, where they are known."""
+        self.routing: PackedRouting | None = None
+        """What the routers did in the last pass that asked for it."""
         self.context = policy.context
         self.kernels: KernelChoice = policy.kernels
         self._proved = False
@@ -64,7 +72,15 @@ class PackedReader:
                 f"a segment of {longest} tokens in a context of {self.context}: raise model.context, or shorten prompts"
                 " and sampling.max_tokens"
             )
-        return self._rows.hidden(packed, at)
+        given = packed.routed_N if self.replays else None
+        balanced = packed.balance_E is not None
+        wanted = given is not None or balanced
+        return self.routed(packed, at, PackedRouting(packed, given, balanced) if wanted else None)
+
+    def routed(self, packed: Packed, at: np.ndarray | None, routing: PackedRouting | None) -> Tensor:
+        """The same, with this for the routers."""
+        self.routing = None if self.routers is None else routing
+        return self._rows.hidden(packed, at, self.routing)
 
     def head(self, packed: Packed, hidden: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-prob, entropy or None) [M] each."""

@@ -3,6 +3,8 @@ the same, else a copy."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -61,25 +63,30 @@ class AdapterOff:
     def score(self, packed: Packed) -> np.ndarray:
         """float32 [M] log-probs under `packed.sampling`. The sampler's own pass would compute with the adapter."""
         with switched_off(self._learner.policy.module):
-            return self._learner.packed_score(packed)
+            return self._learner.packed_score(_own_experts(packed))
 
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M] entropies."""
         with switched_off(self._learner.policy.module):
-            return self._learner.entropy(packed)
+            return self._learner.entropy(_own_experts(packed))
 
     def energy(self, packed: Packed) -> np.ndarray:
         """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
         with switched_off(self._learner.policy.module):
-            return self._learner.energy(packed)
+            return self._learner.energy(_own_experts(packed))
 
     def top(self, packed: Packed, k: int) -> Top:
         """The `k` most probable tokens at each spoken position; 0: all of them."""
         with switched_off(self._learner.policy.module):
-            return self._learner.top(packed, k)
+            return self._learner.top(_own_experts(packed), k)
 
     def fingerprint(self) -> str:
         return fingerprint((n, t) for n, t in named_tensors(self._learner.policy.module) if not t.requires_grad)
+
+
+def _own_experts(packed: Packed) -> Packed:
+    """The same tokens, for a model whose routers choose by themselves: the sampler's choices are the policy's."""
+    return packed if packed.routed_N is None else replace(packed, routed_N=None)
 
 
 def _begins(policy: Policy) -> bool:

@@ -13,6 +13,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import InvariantError
 from posttrain.engine.attention import PackedLayout
+from posttrain.engine.packed_routing import PackedRouting
 from posttrain.engine.readout import ReadOut
 from posttrain.engine.tree import SharedTree, TreeLayout
 
@@ -64,17 +65,24 @@ class Sharing:
         self.computed = 0
         """Positions computed by all calls of `hidden` so far."""
 
-    def hidden(self, packed: Packed, at: np.ndarray | None = None) -> Tensor:
-        """[M, H]: the hidden state that predicts each spoken token, or those `at` these packed positions."""
+    def hidden(self, packed: Packed, at: np.ndarray | None = None, routing: PackedRouting | None = None) -> Tensor:
+        """[M, H]: the hidden state that predicts each spoken token, or those `at` these packed positions.
+
+        Args:
+            routing: of a mixture of experts. Segments whose sampler chose other experts for what they begin with are
+                not shared.
+        """
         at = packed.source_M if at is None else at
         tree = self._tree(packed.ids_N, packed.lengths_S) if self._on else None
+        if tree is not None and routing is not None and not routing.fold(tree.place_N):
+            tree = None
         self.computed += len(packed.ids_N) if tree is None else len(tree.first_U)
         if tree is None:
-            return _rows(self._plain(packed.ids_N, packed.lengths_S), at)
+            return _rows(self._plain(packed.ids_N, packed.lengths_S, routing), at)
         if not self._proved:
             self._prove(packed)
             self._proved = True
-        return _rows(self._shared(packed.ids_N, packed.positions_N, tree), tree.place_N[at])
+        return _rows(self._shared(packed.ids_N, packed.positions_N, tree, routing), tree.place_N[at])
 
     def _tree(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree | None:
         if len(lengths_S) < 2:
@@ -82,13 +90,18 @@ class Sharing:
         tree = SharedTree.of(ids_N, lengths_S)
         return tree if tree.saving >= WORTH else None
 
-    def _plain(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> Tensor:
+    def _plain(self, ids_N: np.ndarray, lengths_S: np.ndarray, routing: PackedRouting | None = None) -> Tensor:
         at = np.concatenate([np.arange(n) for n in lengths_S])
-        return self._out.hidden(self._to(ids_N), self._to(at), PackedLayout(lengths_S, kernels=self._kernels))
+        layout = PackedLayout(lengths_S, kernels=self._kernels)
+        layout.routing = None if routing is None else routing.pass_of(self._out.weight.device)
+        return self._out.hidden(self._to(ids_N), self._to(at), layout)
 
-    def _shared(self, ids_N: np.ndarray, positions_N: np.ndarray, tree: SharedTree) -> Tensor:
+    def _shared(
+        self, ids_N: np.ndarray, positions_N: np.ndarray, tree: SharedTree, routing: PackedRouting | None = None
+    ) -> Tensor:
         """[U, H]"""
         layout = TreeLayout(tree, kernels=self._kernels)
+        layout.routing = None if routing is None else routing.pass_of(self._out.weight.device)
         return self._out.hidden(self._to(ids_N[tree.first_U]), self._to(positions_N[tree.first_U]), layout)
 
     def _prove(self, packed: Packed) -> None:

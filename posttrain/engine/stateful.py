@@ -19,6 +19,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.engines import KernelChoice
 from posttrain.engine.attention import WASTE, CollectRows, buckets
 from posttrain.engine.kernels import kernel
+from posttrain.engine.packed_routing import PackedRouting
 from posttrain.engine.readout import ReadOut
 from posttrain.engine.state_kinds import keeps_state
 
@@ -79,7 +80,7 @@ class Alone:
         self.computed = 0
         """Positions computed by all calls of `hidden` so far, without those that fill up rows."""
 
-    def hidden(self, packed: Packed, at: np.ndarray | None = None) -> Tensor:
+    def hidden(self, packed: Packed, at: np.ndarray | None = None, routing: PackedRouting | None = None) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token, or those `at` these packed positions."""
         self.computed += len(packed.ids_N)
         wanted = packed.source_M if at is None else at

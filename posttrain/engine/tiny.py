@@ -11,17 +11,27 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from posttrain.core import seeds
-from posttrain.core.run import BUILT_CONTEXT, Model
+from posttrain.core.run import BUILT_CONTEXT, MIXTURES, Model
 from posttrain.engine import attention
 
-ROTARY = {"qwen3": Qwen3Config, "llama": LlamaConfig, "gemma": GemmaConfig}
+ROTARY = {
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "gemma": GemmaConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
+}
+OWN_HEAD = ("llama", "mixtral")
+"""Architectures whose head is not tied to the embeddings."""
 
 
 def build_module(model: Model, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
@@ -35,8 +45,8 @@ def build_module(model: Model, tokenizer: PreTrainedTokenizerFast, seed: int) ->
 
 
 def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """The architecture's own config class with the sizes of `model`, without dropout. Llama's head is not tied to the
-    embeddings; the others' heads are.
+    """The architecture's own config class with the sizes of `model`, without dropout. The heads of Llama and
+    Mixtral are not tied to the embeddings; the others' are. In a mixture every layer has experts.
 
     The standard deviation of the initial weights is 0.5 / sqrt(hidden). At these widths transformers' 0.02 is so small
     that the first hundred steps learn little.
@@ -62,6 +72,12 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
             summary_first_dropout=0.0,
             **tokens,
         )
+    if model.arch == "qwen3_moe":
+        tokens |= {"num_experts": model.experts, "moe_intermediate_size": model.ffn, "norm_topk_prob": True}
+    if model.arch == "mixtral":
+        tokens |= {"num_local_experts": model.experts, "sliding_window": None}
+    if model.arch in MIXTURES:
+        tokens |= {"num_experts_per_tok": model.experts_per_token}
     return ROTARY[model.arch](
         hidden_size=model.hidden,
         num_hidden_layers=model.layers,
@@ -70,7 +86,7 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
         head_dim=model.hidden // model.heads,
         intermediate_size=model.ffn,
         max_position_embeddings=context,
-        tie_word_embeddings=model.arch != "llama",
+        tie_word_embeddings=model.arch not in OWN_HEAD,
         **tokens,
     )
 

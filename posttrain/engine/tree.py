@@ -254,6 +254,8 @@ class TreeLayout:
 
     def __init__(self, tree: SharedTree, *, waste: float = WASTE, kernels: KernelChoice = "auto") -> None:
         self.positions = len(tree.first_U)
+        self.routing: Any = None
+        """As in `PackedLayout`."""
         self._kernels: KernelChoice = kernels
         self._buckets = [_Bucket.of(runs) for runs in _alike_runs(tree.runs, waste)]
         self.computed = sum(b.count * b.longest for b in self._buckets)

@@ -201,7 +201,7 @@ def _(real: Real) -> Real:
     needs="state",
 )
 def _(real: Real) -> Real:
-    def hidden(self: Any, packed: Any, at: Any = None) -> Any:
+    def hidden(self: Any, packed: Any, at: Any = None, routing: Any = None) -> Any:
         from posttrain.engine.stateful import rows_alone
 
         whole = np.array([len(packed.ids_N)])

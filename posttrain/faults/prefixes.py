@@ -44,10 +44,10 @@ def _beside(run: Any, other: Any) -> Any:
     shows=SHOWS,
 )
 def _(real: Real) -> Real:
-    def shared(self: Any, ids_N: Any, positions_N: Any, tree: Any) -> Any:
+    def shared(self: Any, ids_N: Any, positions_N: Any, tree: Any, *routing: Any) -> Any:
         wrong = np.array(positions_N)
         for run in tree.runs:
             wrong[tree.first_U[run.start : run.start + run.length]] -= len(run.above)
-        return real(self, ids_N, wrong, tree)
+        return real(self, ids_N, wrong, tree, *routing)
 
     return shared

@@ -14,6 +14,7 @@ from posttrain.core.scored import Scored, ScoredGroup
 from posttrain.core.streams import SCORED, Scoring, Stream
 from posttrain.core.types import Episode, Group
 from posttrain.role.hinted import HintedEpisode, Hints, same_words
+from posttrain.role.rerouted import at_start
 
 
 def score(
@@ -25,16 +26,20 @@ def score(
     optimizer_steps: int,
     implicit: Scorer | None = None,
     hints: Hints | None = None,
+    reroute: bool = False,
 ) -> tuple[ScoredGroup, ...]:
     """The judged episodes of each group with the streams that `a` reads. Groups without any are left out.
 
     Args:
         implicit: the implicit process reward model, where the algorithm reads one.
         hints: what the reference reads instead of the policy's prompts, where the algorithm has a hint.
+        reroute: the experts of every token are those that the learner's routers choose now (`rerouted`).
     """
     episodes = [e for g in groups for e in g.judged]
     if not episodes:
         return ()
+    if reroute:
+        episodes = at_start(episodes, learner)
     own = [s for e in episodes for s in e.segments]
     told = _told(groups, a, hints)
     hinted = None if told is None else [s for t in told for s in t.segments]

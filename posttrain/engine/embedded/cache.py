@@ -16,6 +16,7 @@ import mmap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,8 +43,7 @@ class CachePool:
     A block holds its rows head after head, so that the data of one head is contiguous. Head k of row r is at
     `(r // BLOCK * K + k) * BLOCK + r % BLOCK`.
 
-    Models in narrower dtypes are cached in float32 too: their products are then exact, and the ragged kernels
-    exist only in float32.
+    Models in narrower dtypes are cached in float32 too: products are then exact, and the ragged kernels have no other.
 
     Args:
         kernels: the choice of kernels (`Model.kernels`).
@@ -151,17 +151,17 @@ AttendLayer = Callable[[int, float, int | None], None]
 
 
 class CachedLayout:
-    """One forward pass over cached sequences: first B ragged queries, then starts of prompts, then
-    later chunks of prompts.
+    """One forward pass over cached sequences: B ragged queries, then starts of prompts, then later chunks of prompts.
 
     Args:
         rows_N: pool row of every stored position: ragged, dense and chunk positions, without idle ones.
         visible_T: pool rows that the ragged queries see, one query after the other. lengths_B: how
             many each sees (0: idle).
         dense: layout of the starts of prompts; None where there are none.
-        chunks: for each later chunk, the pool rows of its prompt's positions so far, and how many
-            at the end are queries.
+        chunks: for each later chunk, the pool rows of its prompt so far, and how many at the end are queries.
     """
+
+    routing: Any = None
 
     def __init__(
         self,

@@ -18,9 +18,11 @@ from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded.cache import CachedLayout, CachePool, ragged_arange
 from posttrain.engine.embedded.fused import FusedDecoder, fusable
 from posttrain.engine.embedded.plan import Plan
+from posttrain.engine.embedded.routed_pool import RoutedPool
 from posttrain.engine.embedded.slots import Slots
 from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.kernels import kernel
+from posttrain.engine.routing import Routing, routers_of
 from posttrain.engine.wide_head import prove_logits
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -58,7 +60,8 @@ class CachedModel:
             _check_deterministic(module)
         where = self.read_out.weight.device
         self.kernels: KernelChoice = kernels
-        self.pool = CachePool(shapes, module.dtype, where, kernels)
+        mixture = routers_of(module) is not None
+        self.pool = (RoutedPool if mixture else CachePool)(shapes, module.dtype, where, kernels)
         form = kernel("decoder", where, module.dtype, kernels if fusable(module) else "reference")
         self._decoder = decoder = form.function(module, self.read_out, context)
         self.hidden = decoder.hidden
@@ -82,7 +85,15 @@ class CachedModel:
         and values are cached."""
         dense = PackedLayout(plan.dense, waste=PREFILL_WASTE, kernels=self.kernels) if plan.dense else None
         layout = CachedLayout(self.pool, plan.rows, plan.visible, plan.lengths, dense, plan.chunks)
-        return self.hidden(self._to(plan.ids), self._to(plan.positions), layout), dense
+        layout.routing = routing = Routing() if isinstance(self.pool, RoutedPool) else None
+        hidden = self.hidden(self._to(plan.ids), self._to(plan.positions), layout)
+        if isinstance(self.pool, RoutedPool) and routing is not None:
+            self.pool.keep(plan.rows, routing)
+        return hidden, dense
+
+    def routed(self, rows: np.ndarray) -> np.ndarray | None:
+        """int16 [T, R, K]: the experts that computed the tokens cached in these rows; None where there are none."""
+        return self.pool.routed(rows) if isinstance(self.pool, RoutedPool) else None
 
     def ahead(self, slots: Slots, at: np.ndarray, ids: np.ndarray, position: np.ndarray) -> Tensor:
         """[n, H]: hidden states of one token for each slot of `at`. Its keys and values are cached at

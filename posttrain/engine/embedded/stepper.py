@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -170,9 +170,15 @@ class Stepper:
                 self._stream_tokens(s, drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
         for s, by_id in zip(ended.tolist(), stopped.tolist(), strict=True):
             if (request := slots.request[s]) is not None:
-                said = slots.turn(s, by_id)
+                said = self._with_experts(s, slots.turn(s, by_id))
                 self.scheduler.free(s)
                 self._answer(request, said)
+
+    def _with_experts(self, s: int, said: Said) -> Said:
+        """A turn with the experts of every token that was computed for it, where the model is a mixture of them."""
+        slots = self.scheduler.slots
+        routed = self.served.routed(slots.table[s, : slots.cached[s]])
+        return said if routed is None else replace(said, routed=routed.copy())
 
     def _stream_tokens(self, s: int, ids: np.ndarray, logp: np.ndarray) -> None:
         """Call the request's callback with its new tokens. If the callback fails, only this request gets the error."""

@@ -1,0 +1,63 @@
+"""The routers of a learner, for those who read them: checks and gauges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from posttrain.core.batch import Packed
+from posttrain.core.errors import ConfigError
+from posttrain.core.reinforce import Reinforce
+from posttrain.core.routed import RoutedPass
+from posttrain.core.stage import Stage
+from posttrain.engine.packed_reader import SCORE_TOKENS, PackedReader, forward_only
+from posttrain.engine.packed_routing import PackedRouting
+from posttrain.engine.routing import RouterModules, why_not
+from posttrain.engine.stateful import is_stateful
+
+
+@dataclass(frozen=True, eq=False)
+class LearnerRouters:
+    """`core.routed.Routers` of a learner."""
+
+    reader: PackedReader
+    experts: int
+    names: tuple[str, ...]
+    stacked: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, reader: PackedReader, found: RouterModules) -> LearnerRouters | None:
+        """None for a model with a recurrent state, whose passes are padded."""
+        if is_stateful(reader.module):
+            return None
+        return cls(reader, found.experts, found.names, found.stacked)
+
+    def read(self, packed: Packed, *, replay: bool) -> RoutedPass:
+        return RoutedPass.join([self._read(part, replay) for part in packed.split(SCORE_TOKENS)])
+
+    def _read(self, packed: Packed, replay: bool) -> RoutedPass:
+        with forward_only(self.reader.module):
+            routing = PackedRouting(packed, packed.routed_N if replay else None, True)
+            hidden = self.reader.routed(packed, None, routing)
+            return routing.told(self.reader.head(packed, hidden, False)[0])
+
+
+def refuse_replay(module: PreTrainedModel) -> None:
+    """ConfigError where a model's experts cannot follow given choices."""
+    off = "Set model.router_replay=none"
+    if why := why_not(module):
+        raise ConfigError(f"model.router_replay: {why}. {off}")
+    if is_stateful(module):
+        raise ConfigError(f"model.router_replay is not offered for models with a recurrent state. {off}")
+
+
+def refuse_balance(stages: Sequence[Stage], module: PreTrainedModel) -> None:
+    """ConfigError where a stage has a load-balance loss and the model no routers that are understood."""
+    for stage in stages:
+        if isinstance(stage, Reinforce) and stage.router_aux_loss_coef:
+            why = why_not(module) or ("it keeps a recurrent state" if is_stateful(module) else "")
+            if why:
+                off = f"Set {stage.name}.router_aux_loss_coef=0"
+                raise ConfigError(f"{stage.name}.router_aux_loss_coef={stage.router_aux_loss_coef:g}: {why}. {off}")

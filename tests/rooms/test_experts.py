@@ -1,0 +1,157 @@
+"""Mixtures of experts as models of runs: their checks and gauges, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.checks.experts import (
+    FollowedExpert,
+    choices_are_the_samplers,
+    differing,
+    every_token_has_its_experts,
+    experts_learn,
+    experts_moved,
+    load_gauges,
+)
+from posttrain.core.batch import Batch, Packed
+from posttrain.core.engines import VLLM
+from posttrain.core.errors import ConfigError, InvariantError
+from posttrain.core.routed import UNKNOWN, RoutedPass
+from posttrain.core.run import Model, Run
+from posttrain.core.streams import ADVANTAGE
+from tests.rooms.engine_parts import packed
+from tests.tiny import MODEL, tiny_run
+
+ARCHS = ("qwen3_moe", "mixtral")
+MIXTURE: dict[str, Any] = {"experts": 4, "experts_per_token": 2}
+
+
+def moe_run(arch: Any = "qwen3_moe", **rl: Any) -> Run:
+    run = tiny_run(**rl)
+    sft = replace(run.stages[0], steps=30)
+    return replace(run, model=replace(MODEL, arch=arch, **MIXTURE), stages=(sft, *run.stages[1:]))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"arch": "qwen3", "router_replay": "sampler"}, "qwen3 has no router"),
+        ({"arch": "mixtral", "router_replay": "start", "compile": True}, "compile=true"),
+        ({"arch": "mixtral", "experts": 2, "experts_per_token": 3}, "experts_per_token=3"),
+        ({"arch": "mixtral", "experts": 0}, "experts=0"),
+    ],
+)
+def test_settings_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Model(**changes)
+
+
+def test_another_engine_records_no_choices() -> None:
+    run = moe_run()
+    with pytest.raises(ConfigError, match=r"router_replay=sampler.*vLLM.*start"):
+        replace(run, engine=VLLM(), model=replace(run.model, router_replay="sampler"))
+    assert replace(run, engine=VLLM(), model=replace(run.model, router_replay="start"))
+    balanced = replace(run.stages[1], router_aux_loss_coef=0.1)
+    with pytest.raises(ConfigError, match="rl.router_aux_loss_coef reads which experts"):
+        replace(run, engine=VLLM(), stages=(run.stages[0], balanced))
+
+
+# --- the checks by themselves -----------------------------------------------------------------------------------------
+
+
+def routed(packed_: Packed, expert: int = 0) -> Packed:
+    n = len(packed_.ids_N)
+    choices = np.stack([np.arange(n) % 4, (np.arange(n) + 1 + expert) % 4], 1)[:, None, :].astype(np.int16)
+    choices[np.cumsum(packed_.lengths_S) - 1] = UNKNOWN
+    return replace(packed_, routed_N=choices)
+
+
+def told(p: Packed, regret: float = -1.0, moved: bool = False) -> RoutedPass:
+    assert p.routed_N is not None
+    used = np.where(p.routed_N == UNKNOWN, 0, p.routed_N).astype(np.int16)
+    if moved:
+        used = np.roll(used, 1, 0)
+    return RoutedPass(used, used, np.full((len(used), 1), regret, np.float32), 2.0, np.zeros(p.spoken))
+
+
+def test_choices_of_other_weights_stop_the_run() -> None:
+    p = routed(packed())
+    fresh = np.ones(len(p.ids_N), bool)
+    assert choices_are_the_samplers(told(p), p, fresh, "float32")["experts/regret"].mean == -1
+    with pytest.raises(InvariantError, match="not those of its weights"):
+        choices_are_the_samplers(told(p, 0.1), p, fresh, "float32")
+    assert choices_are_the_samplers(told(p, 0.1), p, fresh, "bfloat16")
+    assert not choices_are_the_samplers(told(p, 0.1), p, ~fresh, "float32")
+    with pytest.raises(InvariantError, match="not taken up"):
+        choices_are_the_samplers(told(p, moved=True), p, fresh, "float32")
+
+
+def test_a_lost_choice_stops_the_run() -> None:
+    p = routed(packed())
+    every_token_has_its_experts(p)
+    assert p.routed_N is not None
+    lost = p.routed_N.copy()
+    lost[p.source_M[0]] = UNKNOWN
+    with pytest.raises(InvariantError, match="the experts of 1 of"):
+        every_token_has_its_experts(replace(p, routed_N=lost))
+
+
+class Routers:
+    experts, names, stacked = 4, ("gate",), (("up",),)
+
+    def read(self, packed: Packed, *, replay: bool) -> RoutedPass:
+        raise NotImplementedError
+
+
+def learning(**zero: Any) -> tuple[Batch, dict[str, torch.nn.Parameter]]:
+    p = routed(packed(12))
+    fields = {n: getattr(p, n) for n in ("ids_N", "lengths_S", "source_M", "target_M", "segment_M", "sequence_S")}
+    batch = Batch(**fields, sampling=p.sampling, routed_N=p.routed_N, streams={ADVANTAGE: np.ones(p.spoken)})
+    trained = {"gate": torch.nn.Parameter(torch.ones(4, 3)), "up": torch.nn.Parameter(torch.ones(4, 2, 3))}
+    for t in trained.values():
+        t.grad = torch.ones_like(t)
+    return batch, trained
+
+
+def test_an_expert_without_a_gradient_stops_the_run() -> None:
+    batch, trained = learning()
+    move = lambda name, g, at: -1e-3  # noqa: E731
+    followed = experts_learn(batch, Routers(), trained, move, 0)
+    assert {f.expert for f in followed} == {0, 1, 2, 3}
+    trained["up"].grad[2] = 0  # type: ignore[index]
+    with pytest.raises(InvariantError, match="expert 2 of up has no gradient"):
+        experts_learn(batch, Routers(), trained, move, 0)
+    batch, trained = learning()
+    trained["gate"].grad = None
+    with pytest.raises(InvariantError, match="router gate has no gradient"):
+        experts_learn(batch, Routers(), trained, move, 0)
+    del trained["gate"]  # frozen
+    assert experts_learn(batch, Routers(), trained, move, 0)
+
+
+def test_an_expert_that_stays_stops_the_run() -> None:
+    trained = {"up": torch.zeros(4, 2)}
+    followed = [FollowedExpert("up", 1, 3, 0.0), FollowedExpert("up", 0, 0, 1.0)]
+    with pytest.raises(InvariantError, match="expert 1 of up has a gradient and did not move"):
+        experts_moved(followed, trained)
+    assert experts_moved(followed[1:], trained)["canary/experts_moved"].sum == 1
+
+
+def test_gauges_of_load_and_of_differences() -> None:
+    even = np.array([[[0, 1]], [[2, 3]]], np.int16)
+    found = load_gauges(even, 4)
+    assert found["experts/load_most"].mean == 1 and found["experts/dead"].mean == 0
+    assert found["experts/load_entropy"].mean == pytest.approx(1)
+    one = load_gauges(np.zeros((5, 2, 1), np.int16), 4)
+    assert one["experts/load_most"].mean == 4 and one["experts/dead"].mean == 0.75
+    a = np.array([[[0, 1], [0, 1]], [[2, 3], [0, 1]]], np.int16)
+    b = np.array([[[1, 0], [0, 1]], [[2, 1], [0, 1]]], np.int16)
+    assert differing(a, b) == (0.25, 0.5)
