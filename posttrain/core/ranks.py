@@ -60,6 +60,25 @@ def check_same(ranks: Ranks, value: Any, what: str, advice: str) -> None:
         )
 
 
+def of_one_copy(ranks: Ranks, values: Sequence[float]) -> list[float]:
+    """Of one value of each rank those of the ranks that hold one copy of all weights together. Ranks with copies
+    (`replicas`) hold the same parts in the same order, so their values must be the same bits.
+
+    Raises:
+        InvariantError: on every rank, where two copies differ.
+    """
+    parts = ranks.world // getattr(ranks, "replicas", 1)
+    for at, value in enumerate(values):
+        first = values[at % parts]
+        if value != first and not math.isnan(value + first):
+            raise InvariantError(
+                f"copies of the weights differ: the gradient's part on rank {at % parts} has the norm {first!r}, and"
+                f" its copy on rank {at} has {value!r}. A copy was updated or summed in another way: go on from the last"
+                " checkpoint"
+            )
+    return list(values[:parts])
+
+
 def joint_norm(norms: Sequence[float]) -> float:
     """The norm of all numbers together, from the norms of their parts: (3, 4) -> 5. Not finite where a part is not."""
     try:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
-from posttrain.core.ranks import ALONE, Ranks, check_same, joint_norm
+from posttrain.core.ranks import ALONE, Ranks, check_same, joint_norm, of_one_copy
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.stage import fits
@@ -252,14 +252,15 @@ class StageOptimizer:
         """The norm of the gradients of all ranks together.
 
         Raises:
-            InvariantError: the ranks have taken different numbers of steps, or step at different learning rates.
+            InvariantError: the ranks have taken different numbers of steps, step at different learning rates, or copies
+                of the weights differ.
         """
         own = torch.nn.utils.get_total_norm([t.grad for t in tensors if t.grad is not None])
         if self.ranks.world == 1:
             return own
         advice = "One of them left out an update, so its part of the weights is stale: go on from the last checkpoint"
         check_same(self.ranks, (self.steps, self.lr), "number of optimizer steps and learning rate", advice)
-        return own.new_tensor(joint_norm(self.ranks.every(float(own))))
+        return own.new_tensor(joint_norm(of_one_copy(self.ranks, self.ranks.every(float(own)))))
 
     def _divided(self) -> Iterator[tuple[Rules, list[str]]]:
         """The rules with the names of their parameters, in the order of the parameters; several of a kind where their

@@ -1,6 +1,9 @@
 """Checkpoints of a learner over ranks (`torch.distributed.checkpoint`). Each rank writes its own parts, and a
 checkpoint of any number of ranks can be read by any other number, one process included.
 
+Of a model with an adapter only what trains is written, with a digest of the weights beneath, which must be the same
+where it is read. Of weights below float32 both the rounded ones and the master copies are, as one process has them.
+
 A folder holds torch's files, `about.json` with the version and a digest of everything, and `digests.json` with one of
 each file. It is written beside its place and renamed, so a kill leaves no half of it.
 """
@@ -12,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,21 +27,25 @@ from torch.distributed.tensor import DTensor
 from posttrain.core import files
 from posttrain.core.errors import RunFolderError
 from posttrain.core.ranks import ALONE, Ranks
+from posttrain.engine.adapter import base_tensors
 from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.learner import HFLearner
+from posttrain.engine.learner import HEADS, HFLearner
 from posttrain.engine.models import named_tensors
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_reader import IndexReader
 
 ABOUT = "about.json"
-WEIGHTS, STATE = "weights.", "optimizer."
+WEIGHTS, STATE, MASTER = "weights.", "optimizer.", "master."
 
 
 def save_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer, version: int) -> None:
     """Write weights, heads and optimizer state as `folder`. Every rank calls it."""
-    ranks, held = _ranks(learner), _weights(learner) | _state(learner, optimizer.state_tensors())
-    about = {"version": version, "digest": _digest(held)}
+    ranks, held = (
+        _ranks(learner),
+        _weights(learner) | _state(learner, _masters(learner, optimizer) | optimizer.state_tensors()),
+    )
+    about = {"version": version, "digest": _digest(held), "beneath": _beneath(learner)}
 
     def write(staged: Path) -> None:
         into = Path(ranks.every(str(staged))[0])
@@ -63,6 +71,12 @@ def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) ->
     if wrong := ranks.every(files.damage(folder) if ranks.rank == 0 else "")[0]:
         raise RunFolderError(f"sharded checkpoint {folder.name}: {wrong}. Go on from another one")
     about, known = files.read_json(folder / ABOUT), _known(folder)
+    if (beneath := _beneath(learner)) != about.get("beneath", ""):
+        raise RunFolderError(
+            f"sharded checkpoint {folder.name}: its adapter lies over weights with the digest"
+            f" {about.get('beneath') or 'of none'}, and the model here has {beneath or 'none'}. Resume with the model"
+            " that it was trained on"
+        )
     held = _weights(learner)
     _must_fit(held, {n: k for n, k in known.items() if n.startswith(WEIGHTS)}, folder)
     saved = sorted(n.removeprefix(STATE) for n in known if n.startswith(STATE))
@@ -77,6 +91,11 @@ def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) ->
             " written. It was changed on the way; go on from another one"
         )
     own = {n.removeprefix(STATE): t.to_local() if isinstance(t, DTensor) else t for n, t in state.items()}
+    if isinstance(learner, ShardedLearner):
+        masters = _masters(learner, optimizer)
+        learner.take({n.removeprefix(WEIGHTS): t for n, t in held.items()}, {n: own[n] for n in masters if n in own})
+        kept = optimizer.state_tensors().keys()
+        own = {n: t for n, t in own.items() if n not in masters or n in kept}
     optimizer.load_state_tensors(own)
     return int(about["version"])
 
@@ -93,9 +112,31 @@ def _group(learner: HFLearner) -> dict[str, Any]:
 def _weights(learner: HFLearner) -> dict[str, Tensor]:
     if isinstance(learner, ShardedLearner):
         held = learner.held()
+    elif learner.policy.lora is not None:
+        held = learner.parameters()
     else:
         held = dict(named_tensors(learner.policy.module)) | learner.parameters()
     return {WEIGHTS + name: tensor.detach() for name, tensor in held.items()}
+
+
+def _masters(learner: HFLearner, optimizer: StageOptimizer) -> dict[str, Tensor]:
+    """The master copies that a learner over ranks has itself, named as an optimizer in one process names its own."""
+    if not isinstance(learner, ShardedLearner) or learner.narrow is None:
+        return {}
+    moved, own = optimizer.trained(), learner.parameters()
+    return {f"{MASTER}{n}": p.detach() for n, p in own.items() if n in moved and not n.startswith(HEADS)}
+
+
+def _beneath(learner: HFLearner) -> str:
+    """Digest of the weights beneath an adapter, which never change; '' where there is none."""
+    if learner.policy.lora is None:
+        return ""
+    if learner not in _BENEATH:
+        _BENEATH[learner] = _digest(base_tensors(learner.policy.module))
+    return _BENEATH[learner]
+
+
+_BENEATH: WeakKeyDictionary[HFLearner, str] = WeakKeyDictionary()
 
 
 def _state(learner: HFLearner, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,13 +25,15 @@ from posttrain.algorithm.preference import PreferenceLoss
 from posttrain.algorithm.preference_whole import prepared
 from posttrain.algorithm.ranking import RankingLoss
 from posttrain.core.batch import Batch
+from posttrain.core.adapter import Lora
 from posttrain.core.gauge import Gauges
 from posttrain.core.ladder import LADDER
 from posttrain.core.preference_ladder import PREFERENCES
 from posttrain.core.ranks import ALONE
 from posttrain.core.reward_head import HeadShape
-from posttrain.core.run import Optimizer
+from posttrain.core.run import Checkpointing, Optimizer
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, SIDE, START, VALUE, VERSION, WEIGHT
+from posttrain.engine.adapter import attach
 from posttrain.engine.heads import RewardHead
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
@@ -45,8 +47,8 @@ WORLDS = (1, 2, 4)
 STEPS = 2
 UNITS = 5
 """Fewer pairs than 2 x 4, more than 4: ranks have one or two, so not all have the same number of micro-batches."""
-SMALL, LARGE = 24, 4096
-"""Room of a micro-batch: about one episode in each, or all of a rank in one."""
+SMALL, LARGE, ALONE_IN_A_PASS = 24, 4096, 1
+"""Room of a micro-batch: about one episode in each, all of a rank in one, or one unit in each."""
 OPTIMIZERS = {
     "adamw": Optimizer(lr=1e-3, warmup=0, clip=0.05, eps=1e-6, weight_decay=0.01),
     "sgd": Optimizer(kind="sgd", lr=1e-2, warmup=0, clip=0.05, weight_decay=0.01),
@@ -71,6 +73,11 @@ class Case:
     dtype: torch.dtype = torch.float64
     optimizer: str = "adamw"
     units: int = UNITS
+    lora: Lora | None = None
+    replicas: int = 1
+    """Copies of the weights."""
+    checkpointing: Checkpointing = "none"
+    offload: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,9 +132,17 @@ def minibatch(case: Case) -> Batch:
 
 def model(case: Case) -> Policy:
     made = policy(case.arch, dtype=case.dtype)
+    if case.lora is not None:
+        attach(made.module, case.lora, seed=1)
+        made = replace(made, lora=case.lora)
+        drawn = torch.Generator().manual_seed(2)
+        for name, p in made.module.named_parameters():
+            if "lora_B" in name:  # 0 at first, and no gradient would reach A
+                p.data = 0.1 * torch.randn(p.shape, generator=drawn, dtype=torch.float64).to(p.dtype)
     if case.loss != "ranking":
         return made
-    return replace(made, reward_head=RewardHead(HeadShape(), 32, dtype=case.dtype, seed=3))
+    wide = torch.promote_types(case.dtype, torch.float32)
+    return replace(made, reward_head=RewardHead(HeadShape(), 32, dtype=wide, seed=3))
 
 
 class Seen(StageOptimizer):
@@ -143,13 +158,17 @@ class Seen(StageOptimizer):
 
 def trainer(case: Case, ranks: ProcessRanks | None) -> Trainer:
     made = model(case)
-    learner = HFLearner(made) if ranks is None else ShardedLearner(made, ranks)
+    how: dict[str, Any] = {"gradient_checkpointing": case.checkpointing}
+    learner = HFLearner(made, **how) if ranks is None else ShardedLearner(made, ranks, offload=case.offload, **how)
     with torch.no_grad():
         for name, p in learner.parameters().items():
             if name.startswith("value_head."):
                 p.fill_(0.1)
     over = ranks or ALONE
-    optimizer = Seen(learner.parameters(), OPTIMIZERS[case.optimizer], ranks=over)
+    scaled = case.dtype == torch.float16
+    optimizer = Seen(learner.parameters(), OPTIMIZERS[case.optimizer], scaled=scaled, ranks=over)
+    if optimizer._scale is not None:
+        optimizer._scale.value = 16.0  # the gradients here are large
     return Trainer(learner, optimizer, case.micro_tokens, ranks=over)
 
 
@@ -167,7 +186,7 @@ def results(found: tuple[Trainer, list[Gauges]]) -> Trained:
     learner, optimizer = t.learner, t.optimizer
     assert isinstance(learner, HFLearner) and isinstance(optimizer, Seen)
     gradients = [{n: whole(learner, n, g) for n, g in one.items()} for one in optimizer.gradients]
-    weights = {n: whole(learner, n, p.detach()).clone() for n, p in learner.parameters().items()}
+    weights = {n: whole(learner, n, p.detach()).clone() for n, p in optimizer.trained().items()}
     norms = [g["optim/grad_norm"].sum for g in gauges]
     return Trained(gradients, norms, gauges, weights, learner.fingerprint())
 
@@ -268,15 +287,32 @@ def one_process(case: Case) -> Trained:
 @dataclass(frozen=True)
 class Compare:
     """Cases over every world, each compared with one process that takes the minibatch in its first order and in one
-    pass. Returns {(case, world): Distance} on rank 0."""
+    pass. Where a pass rounds its gradient to fewer digits than float32, both take each unit in a pass of its own, so
+    that both round the same numbers. Returns {(case, world): Distance} on rank 0.
+
+    Cases with copies of the weights run over four ranks alone."""
 
     cases: tuple[Case, ...]
 
     def __call__(self, groups: Groups, folder: Path) -> dict[tuple[Case, int], Distance]:
         out: dict[tuple[Case, int], Distance] = {}
         for case in self.cases:
-            right = one_process(replace(case, turned=False, micro_tokens=LARGE)) if groups[1] is not None else None
-            for world, ranks in groups.items():
+            right = one_process(plainly(case)) if groups[1] is not None else None
+            for world, ranks in self._worlds(case, groups).items():
                 if ranks is not None and (found := train(case, ranks)) and right is not None:
                     out[case, world] = distance(found, right)
         return out
+
+    @staticmethod
+    def _worlds(case: Case, groups: Groups) -> Groups:
+        if case.replicas == 1:
+            return groups
+        everyone = groups[4]
+        assert everyone is not None
+        return {4: everyone.part(range(4), case.replicas)}
+
+
+def plainly(case: Case) -> Case:
+    """The case as one process computes it."""
+    whole = ALONE_IN_A_PASS if case.dtype.itemsize < 4 else LARGE
+    return replace(case, turned=False, micro_tokens=whole, replicas=1, checkpointing="none", offload=False)
