@@ -73,8 +73,8 @@ def of_one_copy(ranks: Ranks, values: Sequence[float]) -> list[float]:
         if value != first and not math.isnan(value + first):
             raise InvariantError(
                 f"copies of the weights differ: the gradient's part on rank {at % parts} has the norm {first!r}, and"
-                f" its copy on rank {at} has {value!r}. A copy was updated or summed in another way: go on from the last"
-                " checkpoint"
+                f" its copy on rank {at} has {value!r}. A copy was updated or summed in another way: go on from the"
+                " last checkpoint"
             )
     return list(values[:parts])
 

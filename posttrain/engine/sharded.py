@@ -6,7 +6,7 @@ heads from the beginning of a pass to its end. Gradients of all ranks are summed
 the loss are normalised over the whole minibatch.
 
 Every rank calls the same methods in the same order. What reads no gradient (`score` and the like) is given the same
-tokens on every rank and computed by each.
+tokens on every rank; each computes a share of them and is told the others' results.
 
 The trainer and the optimizer do not meet torch's `DTensor`: `parameters` are the rank's own parts as plain tensors,
 which share memory with the model, and the gradient of a pass is put into them.
@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -33,11 +32,14 @@ from posttrain.core.shards import Shard
 from posttrain.core.types import Top
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.heads import NAME
-from posttrain.engine.learner import HFLearner
+from posttrain.engine.learner import SCORE_TOKENS, HFLearner
 from posttrain.engine.models import Policy, named_tensors, served_tensors
 from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.quantise import is_quantised
-from posttrain.engine.sharded_cut import cut, rows_of, shard_of
+from posttrain.engine.sharded_cut import Inside, cut, first_row, rows_of, shard_of, with_memory
+from posttrain.engine.sharded_scoring import divided
+from posttrain.engine.sharded_sharing import prove
+from posttrain.engine.sharing import Sharing
 from posttrain.engine.stateful import is_stateful
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -46,11 +48,12 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 """Config fields that say how many experts a layer has."""
 
 T = TypeVar("T")
+Filler = Callable[[Any, str, Tensor, int, torch.dtype], None]
 
 
 class ShardedLearner(HFLearner):
     """`core.ports.Learner` of one rank. It cuts the weights of `policy.module` in place, so the policy is no longer of
-    use to others. Shared beginnings are computed for each segment again.
+    use to others.
 
     Weights below float32 that train are float32 here and rounded whenever they are computed with or sent, so
     `parameters` are the master copies that an optimizer in one process keeps beside the weights. Frozen weights beneath
@@ -59,6 +62,9 @@ class ShardedLearner(HFLearner):
     Args:
         gradient_checkpointing: as in `HFLearner`.
         offload: keep this rank's part of the weights in the memory of the CPU. On a CPU it changes nothing.
+        fill: reads this rank's rows of the weights of a policy without memory (`sharded_load`): the module, a name,
+            where to put them, the first row, and the type that the model has.
+        prove: called within the first pass of such a policy.
 
     Raises:
         ConfigError: names what is not built for ranks (docs/shards.md).
@@ -72,25 +78,33 @@ class ShardedLearner(HFLearner):
         *,
         gradient_checkpointing: Checkpointing = "none",
         offload: bool = False,
+        fill: Filler | None = None,
+        prove: Callable[[Policy], None] | None = None,
     ) -> None:
-        _refuse(policy)
-        super().__init__(replace(policy, share_prefixes=False), gradient_checkpointing=gradient_checkpointing)
+        _refuse(policy, fill is not None)
+        super().__init__(policy, gradient_checkpointing=gradient_checkpointing)
         self.ranks = ranks
         heads: dict[str, nn.Module] = {"value_head": self.value_head}
         if self.reward_head is not None:
             heads[NAME] = self.reward_head
-        begun = fingerprint(nn.ModuleDict({"policy": policy.module, **heads}).state_dict().items())
-        check_same(ranks, begun, "weights at the start", "Load one checkpoint, or build with one seed, on every rank")
+        if fill is None:
+            begun = fingerprint(nn.ModuleDict({"policy": policy.module, **heads}).state_dict().items())
+            advice = "Load one checkpoint, or build with one seed, on every rank"
+            check_same(ranks, begun, "weights at the start", advice)
         self.narrow = policy.dtype if policy.dtype in NARROW and policy.lora is None else None
         """The type that weights are rounded to where they are computed with or sent; None: they are of one type."""
         if self.narrow is not None:
             for p in policy.module.parameters():
                 p.data = p.data.float()
         self._inside = cut(policy.module, heads, ranks, computes=self.narrow, offload=offload)
+        if fill is not None:
+            _filled(self._inside, self.policy, self.narrow or policy.dtype, fill)
         self._sharded: dict[str, DTensor] = {n: p for n, p in super().parameters().items() if isinstance(p, DTensor)}
         self._own = {name: nn.Parameter(rows_of(p)) for name, p in self._sharded.items()}
         for name, p in self._sharded.items():
             p.register_post_accumulate_grad_hook(self._giving(self._own[name]))
+        if prove is not None:
+            self._pass(lambda: prove(self.policy))
 
     @staticmethod
     def _giving(own: nn.Parameter) -> Callable[[Tensor], None]:
@@ -109,43 +123,54 @@ class ShardedLearner(HFLearner):
     def forward(self, packed: Packed, **asked: Any) -> TokenScores:
         """Differentiable scores of one micro-batch of this rank. All ranks call it together, each with its own, and
         then backward()."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views: nobody writes into scores
-            return self._inside(lambda: super(ShardedLearner, self).forward(packed, **asked))
+        self._prove_sharing()
+        return self._pass(lambda: super(ShardedLearner, self).forward(packed, **asked))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's own part of every trainable parameter: rows of it, which may be none."""
         return dict(self._own)
 
-    # --- without ------------------------------------------------------------------------------------------------------
-
-    def _together(self, function: Callable[[], T]) -> T:
-        with torch.no_grad():
+    def _pass(self, function: Callable[[], T]) -> T:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views: nobody writes into scores
             return self._inside(function)
 
+    def _prove_sharing(self) -> None:
+        """At the first pass, where shared beginnings are computed once."""
+        rows, width = self._reader._rows, self._reader.out.weight.shape[0]
+        if isinstance(rows, Sharing) and rows.on and not rows.proved:
+            prove(rows, self._pass, self._own, self.ranks, width, self.policy.context)
+
+    # --- without ------------------------------------------------------------------------------------------------------
+
+    def _divided(self, packed: Packed, compute: Callable[[Packed], T], per: Literal["token", "segment"] = "token") -> T:
+        self._prove_sharing()
+        with torch.no_grad():
+            return divided(packed, self.ranks, SCORE_TOKENS, lambda part: self._pass(lambda: compute(part)), per)
+
     def score(self, packed: Packed) -> np.ndarray:
-        return self._together(lambda: super(ShardedLearner, self).score(packed))
+        return self._divided(packed, super().score)
 
     def value(self, packed: Packed) -> np.ndarray:
-        return self._together(lambda: super(ShardedLearner, self).value(packed))
+        return self._divided(packed, super().value)
 
     def rewards(self, packed: Packed) -> np.ndarray:
-        return self._together(lambda: super(ShardedLearner, self).rewards(packed))
+        return self._divided(packed, super().rewards, "segment")
 
     def entropy(self, packed: Packed) -> np.ndarray:
-        return self._together(lambda: super(ShardedLearner, self).entropy(packed))
+        return self._divided(packed, super().entropy)
 
     def energy(self, packed: Packed) -> np.ndarray:
-        return self._together(lambda: super(ShardedLearner, self).energy(packed))
+        return self._divided(packed, super().energy)
 
     def collision(self, packed: Packed) -> np.ndarray:
-        return self._together(lambda: super(ShardedLearner, self).collision(packed))
+        return self._divided(packed, super().collision)
 
     def top(self, packed: Packed, k: int) -> Top:
-        return self._together(lambda: super(ShardedLearner, self).top(packed, k))
+        return self._divided(packed, lambda part: super(ShardedLearner, self).top(part, k))
 
     def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
-        return self._together(lambda: super(ShardedLearner, self).odds(packed, temperatures))
+        return self._divided(packed, lambda part: super(ShardedLearner, self).odds(part, temperatures))
 
     def exact(self, packed: Packed) -> np.ndarray | None:
         """None: no rank makes a whole copy of the weights."""
@@ -196,12 +221,28 @@ class ShardedLearner(HFLearner):
         return self._rounded(tensor).full_tensor().detach() if isinstance(tensor, DTensor) else tensor
 
 
-def _refuse(policy: Policy) -> None:
+@torch.no_grad()
+def _filled(outermost: Inside, policy: Policy, dtype: torch.dtype, fill: Filler) -> None:
+    """Read this rank's parts of weights that have no memory yet. Those of a value head are 0."""
+    blank = with_memory(outermost)
+    held = dict(outermost.named_parameters())
+    for name in blank:
+        if "value_head." in name:
+            rows_of(held[name]).zero_()
+    ids = {id(held[name]) for name in blank}
+    for name, tensor in named_tensors(policy.module):
+        if not isinstance(tensor, DTensor):
+            fill(policy.module, name, tensor, 0, tensor.dtype)
+        elif id(tensor) in ids:
+            fill(policy.module, name, rows_of(tensor), first_row(tensor), dtype)
+
+
+def _refuse(policy: Policy, blank: bool) -> None:
     """ConfigError for what is not built, or not shown to be right, over several ranks."""
     config = policy.module.config.get_text_config(decoder=True)
     experts = next((int(n) for n in (getattr(config, e, None) for e in EXPERTS) if n), 0)
     several = "is not built for several ranks yet."
-    if policy.device.type != "cpu":
+    if policy.device.type != ("meta" if blank else "cpu"):
         raise ConfigError(f"device={policy.device.type} {several} Ranks compute on CPU (gloo): set model.device=cpu")
     if is_quantised(policy.module):
         raise ConfigError(

@@ -68,19 +68,54 @@ def cut(
     return outermost
 
 
+def remade(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter | None]) -> None:
+    """Put other parameters in the place of those for which `make` returns one. Ties stay ties."""
+    made: dict[int, tuple[nn.Parameter, nn.Parameter | None]] = {}
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p is None:
+                continue
+            if id(p) not in made:
+                made[id(p)] = p, make(p)
+            if (new := made[id(p)][1]) is not None:
+                part._parameters[name] = new
+
+
+def with_memory(outermost: Inside) -> set[str]:
+    """Give each cut parameter without memory that of this rank's part, whose numbers are to be read. Returns their
+    names."""
+    blank = {n for n, p in outermost.named_parameters() if p.is_meta}
+
+    def make(p: nn.Parameter) -> nn.Parameter | None:
+        if not p.is_meta or not isinstance(p, DTensor):
+            return None
+        own = torch.empty(p.to_local().shape, dtype=p.dtype)
+        whole = {"shape": p.shape, "stride": p.stride()}
+        cut_up = DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, **whole)
+        return nn.Parameter(cut_up, p.requires_grad)
+
+    remade(outermost, make)
+    outermost(lambda: None)  # torch takes parts that were put in before its first pass
+    return blank
+
+
 def shard_of(name: str, tensor: DTensor) -> Shard:
     """This rank's rows of a weight: ceil(rows / parts) on each rank, fewer or none on the last ones. Of copies only the
     first one counts: ranks of the others give none."""
+    own = rows_of(tensor)
+    if tensor.device_mesh.ndim == 2 and tensor.device_mesh.get_local_rank(0):
+        own = own[:0]
+    return Shard(name, own, tuple(tensor.shape), (first_row(tensor), *[0] * (tensor.ndim - 1)))
+
+
+def first_row(tensor: DTensor) -> int:
+    """The row with which this rank's part begins."""
     mesh, rows = tensor.device_mesh, tensor.shape[0]
     axis = mesh.ndim - 1
-    begin = min(rows, -(-rows // mesh.size(axis)) * mesh.get_local_rank(axis))
-    own = rows_of(tensor)
-    if axis and mesh.get_local_rank(0):
-        own = own[:0]
-    return Shard(name, own, tuple(tensor.shape), (begin, *[0] * (tensor.ndim - 1)))
+    return min(rows, -(-rows // mesh.size(axis)) * mesh.get_local_rank(axis))
 
 
-def rows_of(tensor: DTensor) -> Tensor:
+def rows_of(tensor: Any) -> Tensor:
     """This rank's own part, in the same memory."""
     with torch.no_grad():
         return tensor.to_local().detach()

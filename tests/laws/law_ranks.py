@@ -24,8 +24,8 @@ from posttrain.algorithm.losses import Likelihood, Loss, PolicyLoss
 from posttrain.algorithm.preference import PreferenceLoss
 from posttrain.algorithm.preference_whole import prepared
 from posttrain.algorithm.ranking import RankingLoss
-from posttrain.core.batch import Batch
 from posttrain.core.adapter import Lora
+from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauges
 from posttrain.core.ladder import LADDER
 from posttrain.core.preference_ladder import PREFERENCES
@@ -33,6 +33,7 @@ from posttrain.core.ranks import ALONE
 from posttrain.core.reward_head import HeadShape
 from posttrain.core.run import Checkpointing, Optimizer
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, SIDE, START, VALUE, VERSION, WEIGHT
+from posttrain.core.types import Segment
 from posttrain.engine.adapter import attach
 from posttrain.engine.heads import RewardHead
 from posttrain.engine.learner import HFLearner
@@ -78,6 +79,8 @@ class Case:
     """Copies of the weights."""
     checkpointing: Checkpointing = "none"
     offload: bool = False
+    shared: int = 0
+    """Tokens with which all segments begin alike; the ranks compute them once in each pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +98,8 @@ def minibatch(case: Case) -> Batch:
     """The case's minibatch, with its weights normalised over all of it."""
     pairs = case.loss.startswith(("preference", "ranking"))
     parts = segments(2 * case.units, seed=5, longest=24)
+    begun = np.arange(case.shared, dtype=np.int32)
+    parts = [_behind(begun, s) for s in parts]
     if case.turned:  # pairs keep their own order
         order = [2 * u + i for u in range(case.units) for i in (0, 1)][::-1] if not pairs else []
         order = order or [2 * u + i for u in reversed(range(case.units)) for i in (0, 1)]
@@ -130,6 +135,17 @@ def minibatch(case: Case) -> Batch:
     return Batch.of(parts, episode.tolist(), streams=streams)
 
 
+def _behind(begun: np.ndarray, s: Segment) -> Segment:
+    """The segment with these tokens before it, which nobody spoke."""
+    n = len(begun)
+    filled = {"mask": np.zeros(n, bool), "logp": np.full(n, np.nan, np.float32), "version": np.full(n, -1, np.int32)}
+    return replace(
+        s,
+        ids=np.concatenate([begun, s.ids]),
+        **{name: np.concatenate([x, getattr(s, name)]) for name, x in filled.items()},
+    )
+
+
 def model(case: Case) -> Policy:
     made = policy(case.arch, dtype=case.dtype)
     if case.lora is not None:
@@ -157,7 +173,7 @@ class Seen(StageOptimizer):
 
 
 def trainer(case: Case, ranks: ProcessRanks | None) -> Trainer:
-    made = model(case)
+    made = replace(model(case), share_prefixes=case.shared > 0 and ranks is not None)
     how: dict[str, Any] = {"gradient_checkpointing": case.checkpointing}
     learner = HFLearner(made, **how) if ranks is None else ShardedLearner(made, ranks, offload=case.offload, **how)
     with torch.no_grad():
@@ -216,6 +232,8 @@ class Distance:
     gauges: float
     size: float
     """The largest number of the gradient."""
+    shared: float = 0.0
+    """Share of the positions that were not computed, because another one begins alike."""
 
 
 def distance(found: Trained, right: Trained) -> Distance:
@@ -232,6 +250,7 @@ def distance(found: Trained, right: Trained) -> Distance:
         max(abs(a - b) / b for a, b in zip(found.norms, right.norms, strict=True)),
         max(gauges),
         max(float(g.abs().max()) for g in right.gradients[0].values()),
+        found.gauges[0]["learner/shared"].mean,
     )
 
 
