@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +33,7 @@ from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.learner import HEADS, HFLearner
 from posttrain.engine.models import named_tensors
 from posttrain.engine.optimizer import StageOptimizer
+from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_reader import IndexReader
 
@@ -41,24 +43,90 @@ WEIGHTS, STATE, MASTER = "weights.", "optimizer.", "master."
 
 def save_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer, version: int) -> None:
     """Write weights, heads and optimizer state as `folder`. Every rank calls it."""
-    ranks, held = (
-        _ranks(learner),
-        _weights(learner) | _state(learner, _masters(learner, optimizer) | optimizer.state_tensors()),
-    )
-    about = {"version": version, "digest": _digest(held), "beneath": _beneath(learner)}
+    about = {"version": version, "beneath": _beneath(learner)}
+    _write(folder, _everything(learner, optimizer), about, _ranks(learner))
+
+
+class ShardedWriter:
+    """Writes checkpoints of a learner over ranks while it trains on: `begin` copies this rank's part of everything and
+    returns, and a thread writes the copy. Its ranks exchange in groups of their own. A checkpoint that was not finished
+    is not there, and the one before it is.
+
+    Every process makes it, and every rank calls its methods in the same order.
+    """
+
+    def __init__(self, learner: ShardedLearner) -> None:
+        ranks = learner.ranks.part(range(learner.ranks.world), learner.ranks.replicas)
+        assert ranks is not None
+        self._learner, self._ranks = learner, ranks
+        self._thread: Thread | None = None
+        self._wrong: BaseException | None = None
+
+    def begin(self, folder: Path, optimizer: StageOptimizer, version: int) -> None:
+        """Copy, and begin to write the copy as `folder`. Waits for the one before, and raises what went wrong there."""
+        self.wait()
+        about = {"version": version, "beneath": _beneath(self._learner)}
+        copy = {name: self._copied(t) for name, t in _everything(self._learner, optimizer).items()}
+        self._thread = Thread(target=self._run, args=(folder, copy, about), name=f"checkpoint {version}")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is written. Raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._wrong is not None:
+            wrong, self._wrong = self._wrong, None
+            raise wrong
+
+    def _run(self, folder: Path, copy: dict[str, Tensor], about: dict[str, Any]) -> None:
+        try:
+            _write(folder, copy, about, self._ranks)
+        except BaseException as error:
+            self._wrong = error
+
+    @torch.no_grad()
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """A copy, whose parts come together in the groups of the writer."""
+        if not isinstance(tensor, DTensor):
+            return tensor.detach().clone()
+        whole = {"shape": tensor.shape, "stride": tensor.stride()}
+        return DTensor.from_local(
+            tensor.to_local().clone(), self._ranks.mesh, tensor.placements, run_check=False, **whole
+        )
+
+
+def _everything(learner: HFLearner, optimizer: StageOptimizer) -> dict[str, Tensor]:
+    return _weights(learner) | _state(learner, _masters(learner, optimizer) | optimizer.state_tensors())
+
+
+def _write(folder: Path, held: Mapping[str, Tensor], about: dict[str, Any], ranks: Ranks) -> None:
+    about |= {"digest": _digest(held)}
+    told, wrong = list[str](), list[Exception]()
 
     def write(staged: Path) -> None:
-        into = Path(ranks.every(str(staged))[0])
+        told.extend(ranks.every(str(staged))[:1])
+        if not told[0]:
+            raise RunFolderError(f"sharded checkpoint {folder.name}: rank 0 could not make its folder")
         with _quiet():
-            save(dict(held), checkpoint_id=into, **_group(learner))
+            save(dict(held), checkpoint_id=Path(told[0]), **_group(ranks))
         if ranks.rank == 0:
-            files.write_json(into / ABOUT, about)
+            files.write_json(Path(told[0]) / ABOUT, about)
 
-    if ranks.rank == 0:
-        files.write_directory(folder, write)
-    else:
-        write(folder)
-    ranks.every("written")
+    try:
+        if ranks.rank == 0:
+            files.write_directory(folder, write)
+        else:
+            write(folder)
+    except Exception as error:
+        wrong.append(error)
+    if not told:
+        ranks.every("")  # others wait for the folder's name
+    said = ranks.every(str(wrong[0]) if wrong else "")
+    if wrong:
+        raise wrong[0]
+    if any(said):
+        raise RunFolderError(f"sharded checkpoint {folder.name} was not written: {next(filter(None, said))}")
 
 
 def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) -> int:
@@ -83,7 +151,7 @@ def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) ->
     state = _state(learner, {n: _blank(learner, n, known[STATE + n]) for n in saved})
     _must_fit(held | state, known, folder)
     with _quiet():
-        load(dict(held | state), storage_reader=IndexReader(folder), **_group(learner))
+        load(dict(held | state), storage_reader=IndexReader(folder), **_group(ranks))
     found = _digest(held | state)
     if found != about.get("digest"):
         raise RunFolderError(
@@ -104,9 +172,9 @@ def _ranks(learner: HFLearner) -> Ranks:
     return learner.ranks if isinstance(learner, ShardedLearner) else ALONE
 
 
-def _group(learner: HFLearner) -> dict[str, Any]:
+def _group(ranks: Ranks) -> dict[str, Any]:
     """Arguments of torch's functions: who takes part."""
-    return {"process_group": learner.ranks.group} if isinstance(learner, ShardedLearner) else {"no_dist": True}
+    return {"process_group": ranks.group} if isinstance(ranks, ProcessRanks) else {"no_dist": True}
 
 
 def _weights(learner: HFLearner) -> dict[str, Tensor]:

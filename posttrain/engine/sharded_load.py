@@ -97,8 +97,9 @@ def without_memory() -> Iterator[None]:
     real = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        made = param is not None and not param.is_meta  # others are ties
-        real(self, name, nn.Parameter(param.detach().to("meta"), param.requires_grad) if made else param)
+        if param is not None and not param.is_meta:  # those on it are ties
+            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        real(self, name, param)
 
     nn.Module.register_parameter = register
     try:

@@ -179,10 +179,26 @@ def _gap(a: np.ndarray, b: np.ndarray) -> float:
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-def _adapter_not_summed(rank: int) -> Any:
-    """Gradients of adapters stay those of the rank's own tokens."""
-    real = sharded.rows_of
-    return patch.object(sharded, "rows_of", lambda x: real(x) * (1.0 if rank == 0 else 0.0))
+def _gradients(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """What each pass gives to this rank's part of a gradient is changed."""
+    real = ShardedLearner._giving
+
+    def giving(own: Any) -> Any:
+        give = real(own)
+
+        def changed(p: Any) -> None:
+            with torch.no_grad():
+                p.grad.to_local().copy_(change(p.grad.to_local()))
+            give(p)
+
+        return changed
+
+    return patch.object(ShardedLearner, "_giving", staticmethod(giving))
+
+
+def _adapter_left_out(rank: int) -> Any:
+    """The gradients that one rank has of the adapters are lost."""
+    return _gradients(lambda g: g * (rank != 1))
 
 
 def _wrong_copy(rank: int) -> Any:
@@ -206,13 +222,8 @@ def _copies_counted(rank: int) -> Any:
 
 
 def _summed_narrow(rank: int) -> Any:
-    """Gradients of bfloat16 weights are summed over ranks in bfloat16."""
-    real = sharded_cut.MixedPrecisionPolicy
-
-    def policy(**given: Any) -> Any:
-        return real(**(given | ({"reduce_dtype": torch.bfloat16} if "reduce_dtype" in given else {})))
-
-    return patch.object(sharded_cut, "MixedPrecisionPolicy", policy)
+    """Sums over ranks are rounded to bfloat16, as the weights are."""
+    return _gradients(lambda g: g.to(torch.bfloat16).to(g.dtype))
 
 
 def _wrong_sharing(rank: int) -> Any:
@@ -236,7 +247,7 @@ def _scored(case: Case, ranks: ProcessRanks) -> Any:
 
 
 FAULTS: dict[str, tuple[Callable[[int], Any], Case, Callable[..., Any], str]] = {
-    "gradients of an adapter are one rank's own": (_adapter_not_summed, ADAPTED, _trains, "law"),
+    "a rank's gradients of the adapter are lost": (_adapter_left_out, ADAPTED, _trains, "law"),
     "gradients are summed in bfloat16": (_summed_narrow, NARROW, _trains, "law"),
     "copies are counted in the norm": (_copies_counted, COPIES, _trains, "law"),
     "a copy of the weights is updated otherwise": (_wrong_copy, COPIES, _trains, "copies of the weights differ"),
