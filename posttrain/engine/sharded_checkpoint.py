@@ -36,6 +36,7 @@ from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_reader import IndexReader
+from posttrain.engine.tensor_parallel import TensorLearner
 
 ABOUT = "about.json"
 WEIGHTS, STATE, MASTER = "weights.", "optimizer.", "master."
@@ -169,6 +170,8 @@ def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) ->
 
 
 def _ranks(learner: HFLearner) -> Ranks:
+    if isinstance(learner, TensorLearner):
+        return learner.holders
     return learner.ranks if isinstance(learner, ShardedLearner) else ALONE
 
 
@@ -178,7 +181,7 @@ def _group(ranks: Ranks) -> dict[str, Any]:
 
 
 def _weights(learner: HFLearner) -> dict[str, Tensor]:
-    if isinstance(learner, ShardedLearner):
+    if isinstance(learner, (ShardedLearner, TensorLearner)):
         held = learner.held()
     elif learner.policy.lora is not None:
         held = learner.parameters()
@@ -212,8 +215,8 @@ def _state(learner: HFLearner, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         parameter = name.partition(".")[2]
-        cut = isinstance(learner, ShardedLearner) and tensor.ndim > 0
-        out[STATE + name] = learner.like(parameter, tensor) if cut else tensor  # pyright: ignore[reportAttributeAccessIssue]
+        cut_up = isinstance(learner, (ShardedLearner, TensorLearner)) and tensor.ndim > 0
+        out[STATE + name] = learner.like(parameter, tensor) if cut_up else tensor  # pyright: ignore[reportAttributeAccessIssue]
     return out
 
 

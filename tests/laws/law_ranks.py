@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Starcoder2Config
 
 from posttrain.algorithm.losses import Likelihood, Loss, PolicyLoss
 from posttrain.algorithm.preference import PreferenceLoss
@@ -31,9 +33,10 @@ from posttrain.core.ladder import LADDER
 from posttrain.core.preference_ladder import PREFERENCES
 from posttrain.core.ranks import ALONE
 from posttrain.core.reward_head import HeadShape
-from posttrain.core.run import Checkpointing, Optimizer
+from posttrain.core.run import Checkpointing, Model, Optimizer
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, SIDE, START, VALUE, VERSION, WEIGHT
 from posttrain.core.types import Segment
+from posttrain.engine import attention, models
 from posttrain.engine.adapter import attach
 from posttrain.engine.heads import RewardHead
 from posttrain.engine.learner import HFLearner
@@ -41,8 +44,10 @@ from posttrain.engine.models import Policy
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.process_ranks import ProcessRanks, joined
 from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.tensor_parallel import TensorLearner
+from posttrain.engine.vocabulary import characters
 from posttrain.role.trainer import Trainer
-from tests.rooms.engine_parts import policy, segments
+from tests.rooms.engine_parts import ALPHABET, policy, segments
 
 WORLDS = (1, 2, 4)
 STEPS = 2
@@ -79,6 +84,8 @@ class Case:
     """Copies of the weights."""
     checkpointing: Checkpointing = "none"
     offload: bool = False
+    tensor: bool = False
+    """Whether layers are cut by columns and rows, and every rank computes the whole minibatch."""
     shared: int = 0
     """Tokens with which all segments begin alike; the ranks compute them once in each pass."""
 
@@ -146,8 +153,33 @@ def _behind(begun: np.ndarray, s: Segment) -> Segment:
     )
 
 
+def starcoder(dtype: torch.dtype) -> Policy:
+    """An architecture with a plan of columns and rows, biases, grouped heads, and norms that are exact in float64."""
+    tokenizer = characters(ALPHABET)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    }
+    config = Starcoder2Config(
+        vocab_size=len(tokenizer), num_key_value_heads=4, max_position_embeddings=64, sliding_window=None, **sizes
+    )
+    attention.register()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    stops = (int(str(tokenizer.eos_token_id)),)
+    made = models.prepared(Model(context=64), module, tokenizer, stops, "built", [])
+    with torch.no_grad():
+        for p in made.module.parameters():
+            p.mul_(8) if p.ndim > 1 else p.add_(0.1)
+    moved: Any = made.module
+    return replace(made, module=moved.to(dtype))
+
+
 def model(case: Case) -> Policy:
-    made = policy(case.arch, dtype=case.dtype)
+    made = starcoder(case.dtype) if case.arch == "starcoder2" else policy(case.arch, dtype=case.dtype)
     if case.lora is not None:
         attach(made.module, case.lora, seed=1)
         made = replace(made, lora=case.lora)
@@ -175,17 +207,31 @@ class Seen(StageOptimizer):
 def trainer(case: Case, ranks: ProcessRanks | None) -> Trainer:
     made = replace(model(case), share_prefixes=case.shared > 0 and ranks is not None)
     how: dict[str, Any] = {"gradient_checkpointing": case.checkpointing}
+    if case.tensor and ranks is not None:
+        return _tensor_trainer(case, made, ranks, how)
     learner = HFLearner(made, **how) if ranks is None else ShardedLearner(made, ranks, offload=case.offload, **how)
-    with torch.no_grad():
-        for name, p in learner.parameters().items():
-            if name.startswith("value_head."):
-                p.fill_(0.1)
+    _valued(learner)
     over = ranks or ALONE
     scaled = case.dtype == torch.float16
     optimizer = Seen(learner.parameters(), OPTIMIZERS[case.optimizer], scaled=scaled, ranks=over)
     if optimizer._scale is not None:
         optimizer._scale.value = 16.0  # the gradients here are large
     return Trainer(learner, optimizer, case.micro_tokens, ranks=over)
+
+
+def _tensor_trainer(case: Case, made: Policy, ranks: ProcessRanks, how: dict[str, Any]) -> Trainer:
+    """Of a rank that computes the whole minibatch."""
+    learner = TensorLearner(made, ranks, **how)
+    _valued(learner)
+    optimizer = Seen(learner.parameters(), OPTIMIZERS[case.optimizer], norm=learner.norm)
+    return Trainer(learner, optimizer, case.micro_tokens)
+
+
+def _valued(learner: HFLearner) -> None:
+    with torch.no_grad():
+        for name, p in learner.parameters().items():
+            if name.startswith("value_head."):
+                p.fill_(0.1)
 
 
 def train(case: Case, ranks: ProcessRanks | None, steps: int = STEPS) -> Trained:
@@ -208,10 +254,10 @@ def results(found: tuple[Trainer, list[Gauges]]) -> Trained:
 
 
 def whole(learner: HFLearner, name: str, own: Tensor) -> Tensor:
-    if not isinstance(learner, ShardedLearner):
+    if not isinstance(learner, (ShardedLearner, TensorLearner)):
         return own
     found: Any = learner.like(name, own)
-    return found.full_tensor()
+    return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -334,4 +380,6 @@ class Compare:
 def plainly(case: Case) -> Case:
     """The case as one process computes it."""
     whole = ALONE_IN_A_PASS if case.dtype.itemsize < 4 else LARGE
-    return replace(case, turned=False, micro_tokens=whole, replicas=1, checkpointing="none", offload=False)
+    return replace(
+        case, turned=False, micro_tokens=whole, replicas=1, checkpointing="none", offload=False, tensor=False
+    )

@@ -9,14 +9,28 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import law_ranks
 import numpy as np
 import torch
 from law_ranks import LOSSES as LOSS
-from law_ranks import Case, Groups, distance, minibatch, one_process, plainly, results, train, trained, trainer
+from law_ranks import (
+    Case,
+    Distance,
+    Groups,
+    distance,
+    minibatch,
+    one_process,
+    plainly,
+    results,
+    train,
+    trained,
+    trainer,
+)
 from rank_tasks import sent_bytes
 
 from posttrain.core.adapter import Lora
 from posttrain.core.errors import PosttrainError
+from posttrain.core.streams import WEIGHT
 from posttrain.engine import sharded, sharded_cut, sharded_scoring
 from posttrain.engine.adapter import adapter_tensors, base_tensors
 from posttrain.engine.gather import gathered
@@ -27,6 +41,7 @@ from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_checkpoint import load_sharded, save_sharded
 from posttrain.engine.sharing import Sharing
+from posttrain.engine.tensor_parallel import TensorLearner
 from posttrain.role.trainer import Trainer
 from posttrain.role.transport import whole_tensors
 
@@ -35,6 +50,7 @@ ADAPTED = Case("likelihood", 24, lora=LORA)
 NARROW = Case("likelihood", 1, arch="llama", dtype=torch.bfloat16)
 HALF = Case("likelihood", 1, arch="llama", dtype=torch.float16)
 COPIES = Case("likelihood", 24, replicas=2)
+COLUMNS = Case("likelihood", 24, arch="starcoder2", tensor=True)
 SHARED = Case("policy", 4096, shared=10)
 
 
@@ -74,9 +90,32 @@ class ResumeWider:
                         rest = {n: getattr(right, n)[2:] for n in ("gradients", "norms", "gauges")}
                         out[word, wrote, reads] = distance(found, replace(right, **rest))
                 everyone.every("read")
+        out |= _by_columns(groups, folder)
         out["beneath"] = _refused(folder / "adapter by two", groups)
         out["bytes"] = sum(p.stat().st_size for p in (folder / "adapter by two").glob("*.distcp"))
         return out
+
+
+def _by_columns(groups: Groups, folder: Path) -> dict[Any, Distance]:
+    """Checkpoints of layers cut by columns, read by layers cut by rows, and the other way round."""
+    out, everyone = dict[Any, Distance](), groups[4]
+    assert everyone is not None
+    right = train(plainly(COLUMNS), None, 4) if everyone.rank == 0 else None
+    by_rows = replace(COLUMNS, tensor=False)
+    for wrote, case, readers in (
+        ("columns", COLUMNS, {"rows": (by_rows, everyone), "one": (by_rows, None), "columns": (COLUMNS, everyone)}),
+        ("rows", by_rows, {"columns": (COLUMNS, everyone)}),
+    ):
+        t, _ = trained(case, everyone, 2)
+        save_sharded(folder / f"by {wrote}", *parts(t), t.version)
+        for reads, (other, ranks) in readers.items():
+            if ranks is not None or everyone.rank == 0:
+                found = _resumed(folder / f"by {wrote}", other, ranks)
+                if right is not None:
+                    rest = {n: getattr(right, n)[2:] for n in ("gradients", "norms", "gauges")}
+                    out["tensor", wrote, reads] = distance(found, replace(right, **rest))
+    everyone.every("read")
+    return out
 
 
 def _resumed(folder: Path, case: Case, ranks: ProcessRanks | None) -> Any:
@@ -122,6 +161,7 @@ class TogetherWider:
             "adapter": _sent(ADAPTED, everyone),
             "bfloat16": _sent(NARROW, everyone),
             "copies": _sent(COPIES, everyone.part(range(4), 2)),
+            "columns": _sent(COLUMNS, everyone),
             "scores": _scores(replace(SHARED, loss="ranking"), everyone),
         }
 
@@ -130,7 +170,7 @@ def _sent(case: Case, ranks: ProcessRanks | None) -> dict[str, Any]:
     assert ranks is not None
     t, _ = trained(case, ranks, 2)
     learner = t.learner
-    assert isinstance(learner, ShardedLearner)
+    assert isinstance(learner, HFLearner)
     mine = learner.fingerprint()
     with sent_bytes() as sent:
         got = dict(whole_tensors(gathered(learner.shards(), ranks, t.version)))
@@ -226,6 +266,17 @@ def _summed_narrow(rank: int) -> Any:
     return _gradients(lambda g: g.to(torch.bfloat16).to(g.dtype))
 
 
+def _another_order(rank: int) -> Any:
+    """One rank computes other weights of the loss."""
+    real = law_ranks.minibatch
+    given = {0: lambda case: real(case), 1: lambda case: real(case).having({WEIGHT: 2 * real(case)[WEIGHT]})}
+    return patch.object(law_ranks, "minibatch", given[int(rank == 1)])
+
+
+def _whole_counts_on_each(rank: int) -> Any:
+    return patch.object(TensorLearner, "_is_cut", lambda self, name: True)
+
+
 def _wrong_sharing(rank: int) -> Any:
     real = Sharing._shared
     return patch.object(Sharing, "_shared", lambda self, *a: real(self, *a) * 1.01)
@@ -252,6 +303,8 @@ FAULTS: dict[str, tuple[Callable[[int], Any], Case, Callable[..., Any], str]] = 
     "copies are counted in the norm": (_copies_counted, COPIES, _trains, "law"),
     "a copy of the weights is updated otherwise": (_wrong_copy, COPIES, _trains, "copies of the weights differ"),
     "shared beginnings are computed wrongly": (_wrong_sharing, SHARED, _trains, "computing shared beginnings once"),
+    "a rank of the columns has another minibatch": (_another_order, COLUMNS, _trains, "gone different ways"),
+    "what each rank has whole counts on each": (_whole_counts_on_each, COLUMNS, _trains, "law"),
     "scores are joined in another order": (_out_of_order, replace(SHARED, loss="ranking"), _scored, "law"),
 }
 

@@ -41,6 +41,11 @@ BFLOAT16 = (
     Case("policy with values", 1, arch="llama", dtype=torch.float16),
     Case("policy", 1, arch="llama", dtype=torch.bfloat16, lora=LORA),
 )
+TENSOR = (
+    *(Case(loss, SMALL if loss == "policy" else LARGE, loss == "ranking", "starcoder2", tensor=True) for loss in FOUR),
+    Case("policy with values", SMALL, arch="starcoder2", tensor=True, checkpointing="full"),
+)
+"""Layers cut by columns and rows: every rank computes the whole minibatch."""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +54,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "adapters": Compare(ADAPTERS),
         "copies": Compare(COPIES),
         "less": Compare(LESS),
+        "tensor": Compare(TENSOR),
         "narrow": Compare(BFLOAT16),
         "resume": ResumeWider(),
         "together": TogetherWider(),
@@ -68,7 +74,9 @@ def worst(table: dict[Any, Distance]) -> float:
     return max(max(d.gradient, d.weights, d.norm) for d in table.values())
 
 
-@pytest.mark.parametrize(("word", "cases"), [("adapters", ADAPTERS), ("copies", COPIES), ("less", LESS)])
+@pytest.mark.parametrize(
+    ("word", "cases"), [("adapters", ADAPTERS), ("copies", COPIES), ("less", LESS), ("tensor", TENSOR)]
+)
 def test_ranks_train_as_one_process(word: str, cases: tuple[Case, ...], found: list[dict[str, Any]]) -> None:
     """In float64, before the clip and after two clipped updates."""
     table: dict[tuple[Case, int], Distance] = given(found, word)[0]
@@ -95,8 +103,8 @@ def test_a_checkpoint_is_read_by_any_number_of_ranks(found: list[dict[str, Any]]
         assert "lies over weights with the digest" in said["beneath"]
         assert said["bytes"] < 200_000
     table = {key: d for key, d in given(found, "resume")[0].items() if isinstance(d, Distance)}
-    assert len(table) == 3 * 2 * 2 + 2 * 3
-    exact = {key: d for key, d in table.items() if key[0] in ("adapter", "copies")}
+    assert len(table) == 3 * 2 * 2 + 2 * 3 + 4
+    exact = {key: d for key, d in table.items() if key[0] in ("adapter", "copies", "tensor")}
     print(f"{len(table)} ways of going on: {worst(exact):.2g} in float64, {worst(table):.2g} below float32")
     assert worst(exact) <= BOUND
     for d in table.values():
@@ -107,7 +115,7 @@ def test_an_engine_is_sent_what_it_computes_with(found: list[dict[str, Any]]) ->
     """The adapter's bytes alone; weights in their own type; each row of one copy once."""
     every = given(found, "together")
     first = every[0]
-    for word in ("adapter", "bfloat16", "copies"):
+    for word in ("adapter", "bfloat16", "copies", "columns"):
         assert first[word]["arrived"] is True
         sent = sum(one[word]["sent"] for one in every)
         padding = 16 * 4 * first[word]["tensors"]
