@@ -1,4 +1,5 @@
-"""What `healthy.py` draws of the learner, for some of its runs: adapters, number types, optimizers, what is frozen.
+"""What `healthy.py` draws of the learner, for some of its runs: adapters, number types, optimizers, what is frozen, the
+same bits on both sides.
 
 A setting that the program refuses for a stated rule (DoRA over few bits, a pattern that fits no parameter of this
 architecture, a package that is not installed) makes no run. It is drawn again and counted; any other refusal is none of
@@ -26,6 +27,8 @@ RULES = {
     "fits no parameter that is trained": "a pattern that fits nothing",
     "nothing would be trained": "a pattern that freezes everything",
     "would change nothing: raise the horizon": "a learning rate of 0 before the end",
+    "and drafts differ in number": "the same bits with drafts",
+    "engine.update=stale does not": "the same bits over stale caches",
 }
 """Part of the sentence of a refusal -> what is counted."""
 HALVES = ("bfloat16", "float16")
@@ -76,6 +79,8 @@ def learner_words(seed: int, index: int, attempt: int, words: Sequence[str]) -> 
             drawn["rl.optimizer.freeze"] = one(*parts)
         if rng.random() < 0.2:
             drawn["rl.optimizer.rates"] = f"{one(*parts, 'value_head')}:{one('0.1', '3', '10')}"
+        if rng.random() < 0.2 and "engine.lookup" not in settings:
+            drawn["exact"] = "true"
     return tuple(f"{name}={value}" for name, value in _fitted(settings | drawn).items())
 
 
@@ -118,6 +123,7 @@ def drawn_of(words: Iterable[Sequence[str]]) -> dict[str, int]:
         named = {"model.lora.rank": "adapter", "model.lora.dora": "DoRA", "model.lora.rslora": "rsLoRA"}
         found.update(name for key, name in named.items() if key in settings)
         found.update([settings["model.dtype"]] if "model.dtype" in settings else [])
+        found.update(["exact"] if "exact" in settings else [])
         found.update(settings[key] for key in ("model.quantize", "rl.optimizer.kind") if key in settings)
         more = ("schedule", "ema", "weight_decay", "freeze", "rates")
         found.update(name for name in more if f"rl.optimizer.{name}" in settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -117,6 +118,21 @@ def test_light_rooms_import_nothing_heavy(path: Path) -> None:
     forbidden = HEAVY - LIGHT.get(room(path), set())
     wrong = [f"{named(path)}:{line} imports {m}" for line, m in imports(path) if m.split(".")[0] in forbidden]
     assert not wrong, "\n".join(wrong)
+
+
+def test_light_rooms_reach_nothing_heavy() -> None:
+    """Nor does what they import when they are imported: a wrong command is answered without the second that torch
+    takes."""
+    paths = [p.relative_to(ROOT).with_suffix("") for p in FILES if room(p) in NO_TORCH and p.stem != "__main__"]
+    modules = [".".join(("posttrain", *p.parts)).removesuffix(".__init__") for p in paths]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules}:\n"
+        "    importlib.import_module(name)\n"
+        f"    if found := {HEAVY} & sys.modules.keys(): sys.exit(f'{{name}} reaches {{found}}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if room(p) == "core"], ids=named)

@@ -36,6 +36,19 @@ def test_the_index_leads_to_every_page() -> None:
     assert not lacking, f"docs/README.md lists no {lacking}"
 
 
+def test_no_page_lies_where_another_one_does(tmp_path: Path) -> None:
+    """The generator makes pages too: its search would replace a page of that name."""
+    (tmp_path / "docs").mkdir()
+    assert place("docs/search.md") == "search-at-inference"
+    for name in ("search.md", "Search-at-inference.md"):
+        (tmp_path / "docs" / name).write_text("# A page\n")
+    with pytest.raises(SiteError, match=r"docs/search\.md: the site has another page search-at-inference\.html"):
+        read_pages(tmp_path)
+    (tmp_path / "docs" / "Search-at-inference.md").rename(tmp_path / "docs/genindex.md")
+    with pytest.raises(SiteError, match=r"docs/genindex\.md: the site has another page genindex\.html"):
+        read_pages(tmp_path)
+
+
 def test_two_clicks_in_the_files() -> None:
     index, first = PAGES["docs/README.md"], ("for-researchers.md", "for-engineers.md")
     assert all(f"]({page})" in index for page in first)

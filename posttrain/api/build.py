@@ -129,12 +129,13 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
     context."""
     if (rows := env.abilities.rows) is None:
         return
-    tools = env.abilities.tools or (lambda _: ())
+    known = env.abilities.tools
     tokenizer: Any = policy.tokenizer
     render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     imitates = any(s.demonstrated for s in stages)
     for row in rows:
         task = row.task
+        tools = task.tools if known is None else tuple(known(task))
         with placed(row.place):
             if task.tools and not render.offers(task.prompt, task.tools):
                 raise DataError(
@@ -142,10 +143,8 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
                     " knows tools, or set env.args.tools_column= and write them into the prompt"
                 )
             if row.completion is None or not imitates:
-                render.prompt(task.prompt, task.id, tools(task))
-            elif (
-                length := sum(map(len, render.pair(task.prompt, row.completion, task.id, task.tools)))
-            ) > policy.context:
+                render.prompt(task.prompt, task.id, tools)
+            elif (length := sum(map(len, render.pair(task.prompt, row.completion, task.id, tools)))) > policy.context:
                 raise DataError(
                     f"the prompt and its completion have {length} tokens, and the context is {policy.context}: shorten"
                     " them or raise model.context"

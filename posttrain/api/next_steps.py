@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,8 +80,10 @@ def _of_reward_model(folder: Path, worse: bool) -> list[tuple[str, str]]:
 
 
 def _lines(out: list[tuple[str, str]]) -> list[str]:
-    short = [row for row in out if len(row[0]) <= LONG]
-    return [*with_reasons(short, WIDTH), *(line for c, why in out if len(c) > LONG for line in (f"# {why}", c))]
+    """In the order given, however long the path of the program is: side by side with their reasons up to the first
+    command that is long, and from there on each below its reason."""
+    side_by_side = list(takewhile(lambda row: len(row[0]) <= LONG, out))
+    return [*with_reasons(side_by_side, WIDTH), *(x for c, why in out[len(side_by_side) :] for x in (f"# {why}", c))]
 
 
 def _words(folder: Path) -> tuple[str, list[str]] | None:

@@ -152,9 +152,10 @@ def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> N
 
 def ages_as_stamped(told: Mapping[str, Gauge], versions: np.ndarray, promised: Sequence[int]) -> None:
     """The recorded ages are those of the tokens' versions: newer steps with other weights, counted for each token."""
-    newer = sorted(set(promised))
-    ages = [sum(v > said for v in newer) for said in versions.tolist()]
-    want = {"rollout/versions_behind": float(sum(ages)), "rollout/most_behind": float(max(ages, default=0))}
+    said, tokens = np.unique(versions, return_counts=True)
+    ages = [sum(v > version for v in {*promised}) for version in said.tolist()]
+    total = sum(age * n for age, n in zip(ages, tokens.tolist(), strict=True))
+    want = {"rollout/versions_behind": float(total), "rollout/most_behind": float(max(ages, default=0))}
     for name, value in want.items():
         if name in told and ages and told[name].sum != value:
             raise InvariantError(

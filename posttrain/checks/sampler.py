@@ -217,6 +217,9 @@ class SamplerCheck(Observer):
         exact = lambda: roles.learner.exact(packed)  # noqa: E731
         same = roles.run.exact
         seen = sampler_agrees(packed, mu, learner, own, dtype=dtype, exact=exact, text=roles.text, same=same)
+        if same:  # by code that shares nothing with the sampler's
+            packed_pass = roles.learner.packed_score(packed)
+            sampler_agrees(packed, mu, packed_pass, own, dtype=dtype, exact=exact, text=roles.text)
         band = noise_band(
             roles.stage.algorithm,
             mu[own],

@@ -185,25 +185,30 @@ def checks(a: Ablation) -> Iterator[str]:
 
 
 def table(rows: Sequence[AblationRow]) -> Iterator[str]:
-    """The table. Algorithms with equal gradients share one line; their names are below it."""
+    """The table. Algorithms with equal gradients share one line; their names are below it. A column is as wide as its
+    longest cell asks for, so tiny norms join no columns and move no row."""
+    cells = [_cells(r) for r in rows]
     wide = max(len(r.name) for r in rows) + 2
-    yield f"{HEAD[0]:<{wide}}" + "".join(f"{h:>{w}}" for h, w in zip(HEAD[1:], _WIDTHS, strict=True))
-    merged: list[tuple[AblationRow, list[str]]] = []
-    for i, r in enumerate(rows):
-        if i > 1 and _alike(merged[-1][0], r):
-            merged[-1][1].append(r.name)
+    widths = [max(w, *(len(line[i]) + 1 for line in cells)) for i, w in enumerate(_WIDTHS)]
+    yield f"{HEAD[0]:<{wide}}" + "".join(f"{h:>{w}}" for h, w in zip(HEAD[1:], widths, strict=True))
+    merged: list[tuple[AblationRow, tuple[str, ...], list[str]]] = []
+    for i, (r, line) in enumerate(zip(rows, cells, strict=True)):
+        if i > 1 and line == merged[-1][1] and math.isclose(merged[-1][0].norm, r.norm, rel_tol=EQUAL):
+            merged[-1][2].append(r.name)
         else:
-            merged.append((r, []))
-    for r, same in merged:
-        yield _line(r, wide)
+            merged.append((r, line, []))
+    for r, line, same in merged:
+        yield f"{r.name:<{wide}}" + "".join(f"{c:>{w}}" for c, w in zip(line, widths, strict=True))
         yield from _prose(f"= {', '.join(same)}", "  ") if same else ()
 
 
 _WIDTHS = (8, 9, 8, 7, 8, 7, 7, 8, 8, 8)
+"""Least widths of the columns of numbers, the blank before each included."""
 
 
-def _line(r: AblationRow, wide: int) -> str:
-    cells = (
+def _cells(r: AblationRow) -> tuple[str, ...]:
+    """All that is printed of a row but its name."""
+    return (
         _number(r.cosine, "+.3f"),
         _number(r.norm, ".4g"),
         _number(r.ratio, ".3g"),
@@ -215,16 +220,10 @@ def _line(r: AblationRow, wide: int) -> str:
         _number(r.unsolved, "+.3f"),
         f"{r.tokens}",
     )
-    return f"{r.name:<{wide}}" + "".join(f" {c:>{w - 1}}" for c, w in zip(cells, _WIDTHS, strict=True))
 
 
 def _number(x: float, how: str) -> str:
     return "-" if math.isnan(x) else format(x, how)
-
-
-def _alike(a: AblationRow, b: AblationRow) -> bool:
-    """Whether two rows are equal in everything that is printed."""
-    return math.isclose(a.norm, b.norm, rel_tol=EQUAL) and _line(a, 0)[len(a.name) :] == _line(b, 0)[len(b.name) :]
 
 
 def means(found: Sequence[Ablation]) -> Iterator[str]:

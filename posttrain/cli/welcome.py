@@ -16,7 +16,7 @@ from posttrain.core.visible import tell
 SHOWN = ("torch", "transformers", "tokenizers", "numpy")
 """Packages whose versions are told: those whose change changes what a run computes."""
 FIRST = (
-    (("run", "ladder"), "train a tiny model in four stages, 3 minutes"),
+    (("run", "ladder"), "train a tiny model in five stages, 3 minutes"),
     (("run", "--help"), "the recipes, also for your own model and data"),
     (("--help",), "all commands"),
 )

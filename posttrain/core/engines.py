@@ -100,13 +100,12 @@ Engine = Embedded | VLLM
 
 
 def engine_refusals(
-    engine: Engine, kernels: KernelChoice, lora: bool, deterministic: bool, exact: bool, ruled: str, ahead: str
+    engine: Engine, kernels: KernelChoice, lora: bool, deterministic: bool, exact: bool, ahead: str
 ) -> Iterator[str]:
     """What the engine of a run cannot do. Each message says what to change.
 
     Args:
         lora: whether the model has an adapter.
-        ruled: the name of a stage whose sampling has penalties, biases or bans; '' where none has.
         ahead: the name of a stage that asks for samples while the learner works; '' where none does.
     """
     if not isinstance(engine, Embedded):
@@ -147,13 +146,6 @@ def engine_refusals(
         yield (
             "exact=true: the reference kernels pad to the longest sequence of a pass, so their bits depend on"
             " neighbours. Set model.kernels=auto or torch"
-        )
-    if exact and lora:
-        yield "exact=true is offered where all weights train: set model.lora=none, or exact=false"
-    if exact and ruled:
-        yield (
-            f"exact=true knows no penalties, biases and bans of tokens, and {ruled}.sampling has some: leave them out,"
-            " or set exact=false"
         )
 
 

@@ -107,8 +107,7 @@ class Reference(Examiner, Protocol):
 
     @property
     def digest(self) -> str:
-        """The fingerprint it had when it was made. A run compares it with `fingerprint()` as long as
-        it uses the reference."""
+        """The fingerprint it had when it was made. A run compares it with `fingerprint()` as long as it uses it."""
         ...
 
 
@@ -151,8 +150,7 @@ class Learner(Examiner, Protocol):
         ...
 
     def exact(self, packed: Packed) -> np.ndarray | None:
-        """float64 [M]: log-probs from a float64 copy of the weights, made for this call. None where the model is too
-        large for a copy."""
+        """float64 [M]: log-probs from a float64 copy of the weights, made for this call; None where it is too large."""
         ...
 
     def parameters(self) -> Mapping[str, Any]:
@@ -170,6 +168,10 @@ class Learner(Examiner, Protocol):
 
     def adapter(self) -> AdapterTrial | None:
         """None where all weights train."""
+        ...
+
+    def packed_score(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: as `score`, and always by the learner's own forward pass (see `price`)."""
         ...
 
     def price(self, packed: Packed) -> float | None:
@@ -321,8 +323,7 @@ class PairRenderer(Protocol):
         ...
 
     def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
-        """int32 ids of one demonstrated turn, ending in exactly one stop token: that of chats where `chat`, else that
-        of plain text."""
+        """int32 ids of a demonstrated turn. It ends in one stop token: that of chats where `chat`, else of text."""
         ...
 
 
@@ -355,8 +356,7 @@ class Environment(Protocol):
         ...
 
     def gauges(self) -> Gauges:
-        """Queue and latency of its verifiers since the last call. They depend on the machine,
-        so no digest covers them."""
+        """Queue and latency of its verifiers since the last call. No digest covers them: they depend on the machine."""
         return {}
 
     def close(self) -> None:

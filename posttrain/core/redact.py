@@ -41,18 +41,45 @@ def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
     """
     if not text:
         return text
-    values = os.environ if environment is None else environment
-    secrets = [(n, v) for n, v in values.items() if len(v) >= SHORTEST and _NAMES.search(n)]
-    known = [
-        (name, form)
-        for name, value in sorted(secrets, key=lambda s: -len(s[1]))
-        for form in dict.fromkeys((value, quote(value, safe=""), quote_plus(value), json.dumps(value)[1:-1]))
-    ]
+    known = OWN.forms() if environment is None else forms_of(environment)
     for name, form in known:
         text = text.replace(form, f"[{name}]")
     for name, form in known:
         text = _without(text, form, f"[{name}]")
     return text
+
+
+def forms_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """(name, text) of each secret in each form that it may have in a message, the longest first."""
+    secrets = [(n, v) for n, v in environment.items() if len(v) >= SHORTEST and _NAMES.search(n)]
+    return tuple(
+        (name, form)
+        for name, value in sorted(secrets, key=lambda s: -len(s[1]))
+        for form in dict.fromkeys((value, quote(value, safe=""), quote_plus(value), json.dumps(value)[1:-1]))
+    )
+
+
+class OwnSecrets:
+    """The secrets of this process, looked for again whenever its environment has changed.
+
+    A step scrubs some hundred texts. To decode all variables for each of them took more time than to judge the answers.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[dict[Any, Any], tuple[tuple[str, str], ...]] | None = None
+
+    def forms(self) -> tuple[tuple[str, str], ...]:
+        """See `forms_of`."""
+        now = getattr(os.environ, "_data", None)  # as the system has it; to compare it costs a microsecond
+        if type(now) is not dict:
+            return forms_of(os.environ)
+        if self._known is None or self._known[0] != now:
+            before = cast("dict[Any, Any]", now).copy()
+            self._known = before, forms_of(os.environ)
+        return self._known[1]
+
+
+OWN = OwnSecrets()
 
 
 def scrubbed_data(value: Any, environment: Mapping[str, str] | None = None) -> Any:

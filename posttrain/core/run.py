@@ -228,10 +228,9 @@ class Run:
         for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be >= {least}")
-        ruled = next((s.name for s in self.stages if s.contract is not None and s.contract.rules), "")
         ahead = next((s.name for s in self.stages if isinstance(s, Reinforce) and s.staleness), "")
         for why in engine_refusals(
-            self.engine, self.model.kernels, self.model.lora is not None, self.deterministic, self.exact, ruled, ahead
+            self.engine, self.model.kernels, self.model.lora is not None, self.deterministic, self.exact, ahead
         ):
             raise ConfigError(why)
         if why := placement_refusals(self.placement, self.engine):

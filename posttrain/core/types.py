@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -219,12 +220,12 @@ class Segment:
         if self.in_turn is not None:
             _check_in_turn(self.in_turn, self.mask)
 
-    @property
+    @cached_property
     def shown(self) -> bool:
         """Whether any spoken token comes from a demonstration."""
         return bool(np.any(self.version[self.mask] == SHOWN))
 
-    @property
+    @cached_property
     def spoken(self) -> int:
         return int(self.mask.sum())
 
@@ -274,11 +275,11 @@ class Episode:
                 " Every token of a turn enters the transcript, and no other is spoken"
             )
 
-    @property
+    @cached_property
     def reward(self) -> float | None:
         return outcome(self.verdicts)
 
-    @property
+    @cached_property
     def truth(self) -> float | None:
         """What is measured of it and not paid (`Judged.measured`). None where nothing is."""
         return truth(self.verdicts)
@@ -288,16 +289,16 @@ class Episode:
         """What held-out accuracy and mean reward are made of: the truth where one is measured, else the reward."""
         return self.truth if any(j.measured for j in self.verdicts) else self.reward
 
-    @property
+    @cached_property
     def spoken(self) -> int:
         return sum(s.spoken for s in self.segments)
 
-    @property
+    @cached_property
     def shown(self) -> bool:
         """Whether any of its spoken tokens comes from a demonstration."""
         return any(s.shown for s in self.segments)
 
-    @property
+    @cached_property
     def opposed(self) -> bool:
         """Whether the policy's opponent said it."""
         return any(bool(np.any(s.version[s.mask] == OPPOSED)) for s in self.segments)
@@ -337,7 +338,7 @@ class Group:
         if [e.sibling for e in self.episodes] != sorted({e.sibling for e in self.episodes}):
             raise InvariantError(f"group of task {self.task.id!r}: siblings must be distinct and in order")
 
-    @property
+    @cached_property
     def judged(self) -> tuple[Episode, ...]:
         """The episodes that have a reward; only these enter baseline and batch."""
         return tuple(e for e in self.episodes if e.reward is not None)

@@ -198,7 +198,7 @@ def settings_of(run: Run) -> dict[str, str]:
         stage = any(s.name == head for s in run.stages)
         if path == "seed" or head in OF_THE_MACHINE or (stage and last in PER_STAGE) or ".parent." in path:
             continue
-        if ".algorithm." in path and last in ("parent", "paper"):
+        if ".algorithm." in path and last in ("parent", "paper", "note"):
             continue
         out[path] = f"{value:g}" if isinstance(value, float) else str(value)
     return out

@@ -268,7 +268,7 @@ def _forgotten(module: PreTrainedModel) -> PreTrainedModel:
 class ScoresTokens(Protocol):
     """What scores tokens with the weights of a module."""
 
-    def score(self, packed: Packed) -> np.ndarray: ...
+    def packed_score(self, packed: Packed) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,4 +283,4 @@ class TrialOfAdapter:
 
     def without(self, packed: Packed) -> np.ndarray:
         with switched_off(self.module):
-            return self.scorer.score(packed)
+            return self.scorer.packed_score(packed)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.engines import KernelChoice
-from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.run import Checkpointing
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
@@ -29,20 +27,14 @@ from posttrain.engine.adapter import TrialOfAdapter
 from posttrain.engine.compiled import warmed_up
 from posttrain.engine.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.heads import NAME, RewardHead, value_head
-from posttrain.engine.logit_rules import LogitRules
-from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.models import Policy, named_tensors, served_tensors
+from posttrain.engine.packed_reader import SCORE_TOKENS, PackedReader, device_ids, forward_only, joined
 from posttrain.engine.quantise import make_float
-from posttrain.engine.sharing import Sharing
-from posttrain.engine.stateful import Alone, is_stateful
-from posttrain.engine.training_layers import training_read_out
+from posttrain.engine.stateful import is_stateful
 from posttrain.engine.transform import logit_dtype
-from posttrain.engine.wide_head import prove_logprobs
 
 HEADS = ("value_head.", f"{NAME}.")
 """Begin the names of parameters that no log-prob depends on."""
-SCORE_TOKENS = 16384
-"""Packed tokens of one forward-only pass."""
 MAX_EXACT_PARAMETERS = 1 << 24
 """Most parameters of a model of which a float64 copy is made. At this size the copy takes 128 MiB
 and is scored in seconds."""
@@ -69,7 +61,7 @@ class HFLearner:
     ) -> None:
         self.policy = policy
         self._sampled = sampled
-        self._reader = _PackedReader(policy)
+        self._reader = PackedReader(policy)
         self.value_head = value_head(self._reader.out.weight.shape[1], logit_dtype(policy.dtype), policy.device)
         self.reward_head = policy.reward_head
         self._frozen: dict[str, str] | None = None
@@ -102,7 +94,7 @@ class HFLearner:
         candidates = (
             None
             if candidates_MK is None
-            else self._reader.candidates(packed, hidden, _to(candidates_MK, hidden.device))
+            else self._reader.candidates(packed, hidden, device_ids(candidates_MK, hidden.device))
         )
         return TokenScores(
             logp_M,
@@ -115,9 +107,9 @@ class HFLearner:
 
     def rewards(self, packed: Packed) -> np.ndarray:
         """float32 [S]: the reward head's score of each segment, without gradient."""
-        with _forward_only(self.policy.module):
+        with forward_only(self.policy.module):
             head, reader = self._head(), self._reader
-            return _joined([head.read(p, reader.hidden(p, head.places(p))).score for p in packed.split(SCORE_TOKENS)])
+            return joined([head.read(p, reader.hidden(p, head.places(p))).score for p in packed.split(SCORE_TOKENS)])
 
     def _head(self) -> RewardHead:
         if self.reward_head is not None:
@@ -144,12 +136,16 @@ class HFLearner:
         """float32 [M] log-probs under `packed.sampling`, without gradient."""
         return self._reader.score(packed) if self._sampled is None else self._sampled(packed).cpu().numpy()
 
+    def packed_score(self, packed: Packed) -> np.ndarray:
+        """`score` by the learner's packed pass, also where `score` has the sampler's values."""
+        return self._reader.score(packed)
+
     def price(self, packed: Packed) -> float | None:
         """How many times as long as a packed pass the sampler's own pass takes; None where there is none."""
         if self._sampled is None:
             return None
         seconds: list[float] = []
-        for score in (self._reader.score, self.score):
+        for score in (self.packed_score, self.score):
             begun = time.perf_counter()
             score(packed)
             seconds.append(time.perf_counter() - begun)
@@ -173,8 +169,8 @@ class HFLearner:
 
     def value(self, packed: Packed) -> np.ndarray:
         """float32 [M] estimates before each spoken token, without gradient."""
-        with _forward_only(self.policy.module):
-            return _joined([self._values(self._reader.hidden(part)) for part in packed.split(SCORE_TOKENS)])
+        with forward_only(self.policy.module):
+            return joined([self._values(self._reader.hidden(part)) for part in packed.split(SCORE_TOKENS)])
 
     def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
         """Where each spoken token lies in the distribution it was drawn from; see `logprob.odds`."""
@@ -189,7 +185,7 @@ class HFLearner:
         copy.module.double().eval()
         if isinstance(copy.module, PreTrainedModel) and hasattr(copy.module.config, "_experts_implementation"):
             copy.module.set_experts_implementation("eager")  # others have no float64
-        return _PackedReader(copy).score(packed, torch.float64)
+        return PackedReader(copy).score(packed, torch.float64)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by name: the policy's in the module's order, each tied one once, then those of the value
@@ -242,14 +238,13 @@ class FrozenScorer:
     """A reference: a copy of a policy's weights as they are now. Nothing changes them. Weights that never train are
     shared with the policy.
 
-    `digest` is the fingerprint at construction. A canary compares it with `fingerprint()` as long
-    as the scorer is used.
+    `digest` is the fingerprint at construction; a check compares it with `fingerprint()` while the scorer is used.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy.twin()
         self.policy.module.requires_grad_(False).eval()
-        self._reader = _PackedReader(self.policy)
+        self._reader = PackedReader(self.policy)
         self.digest = self.fingerprint()
 
     def score(self, packed: Packed) -> np.ndarray:
@@ -270,131 +265,3 @@ class FrozenScorer:
 
     def fingerprint(self) -> str:
         return fingerprint(named_tensors(self.policy.module))
-
-
-class _PackedReader:
-    """Runs packed segments through the decoder and the head of one policy."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.module = policy.module
-        self.context = policy.context
-        self.kernels: KernelChoice = policy.kernels
-        self._proved = False
-        self.out = training_read_out(policy.module, policy.kernels)
-        self._rows = (
-            Alone(self.out, policy.kernels)
-            if is_stateful(policy.module)
-            else Sharing(self.out, policy.kernels, policy.share_prefixes)
-        )
-
-    @property
-    def computed(self) -> int:
-        """Positions computed so far."""
-        return self._rows.computed
-
-    def hidden(self, packed: Packed, at: np.ndarray | None = None) -> Tensor:
-        """[M, H]: the hidden state that predicts each spoken token, or those `at` these packed positions.
-
-        Raises:
-            DataError: a segment is longer than the context, so it has positions that the model does not have.
-        """
-        longest = int(packed.lengths_S.max())
-        if longest > self.context:
-            raise DataError(
-                f"a segment of {longest} tokens in a context of {self.context}: raise model.context, or shorten prompts"
-                " and sampling.max_tokens"
-            )
-        return self._rows.hidden(packed, at)
-
-    def head(self, packed: Packed, hidden: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """(log-prob, entropy or None) [M] each."""
-        out = self.out
-        if not self._proved and out.weight.dtype.itemsize < 4:
-            prove_logprobs(out, hidden, self.kernels)
-            self._proved = True
-        return logprobs(
-            hidden,
-            out.weight_to_read(),
-            out.bias,
-            _to(packed.target_M, hidden.device),
-            want_entropy=entropy,
-            kernels=self.kernels,
-            **self._contract(packed),
-        )
-
-    def score(self, packed: Packed, dtype: torch.dtype = torch.float32) -> np.ndarray:
-        """[M], forward only, in parts of at most `SCORE_TOKENS`."""
-        with _forward_only(self.module):
-            parts = [self.head(part, self.hidden(part), False)[0] for part in packed.split(SCORE_TOKENS)]
-            return torch.cat(parts).to(dtype).cpu().numpy()
-
-    def entropy(self, packed: Packed) -> np.ndarray:
-        """float32 [M], forward only."""
-        with _forward_only(self.module):
-            found = (self.head(part, self.hidden(part), True)[1] for part in packed.split(SCORE_TOKENS))
-            return _joined([x for x in found if x is not None])
-
-    def odds(self, packed: Packed, temperatures: Sequence[float]) -> Odds:
-        """float64, forward only."""
-        out, parts = self.out, list[tuple[Tensor, ...]]()
-        with _forward_only(self.module):
-            for part in packed.split(SCORE_TOKENS):
-                hidden = self.hidden(part)
-                target = _to(part.target_M, hidden.device)
-                parts.append(odds(hidden, out.weight, out.bias, target, temperatures, **self._contract(part)))
-            return Odds(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)))
-
-    def energy(self, packed: Packed, targeted: bool = True) -> np.ndarray:
-        """float32 [M], forward only; not `targeted`: of the distribution alone."""
-        out, parts = self.out, list[Tensor]()
-        with _forward_only(self.module):
-            for part in packed.split(SCORE_TOKENS):
-                hidden = self.hidden(part)
-                target = _to(part.target_M, hidden.device) if targeted else None
-                parts.append(energies(hidden, out.weight, out.bias, target, **self._contract(part)))
-            return _joined(parts)
-
-    def candidates(self, packed: Packed, hidden: Tensor, ids_MK: Tensor) -> Tensor:
-        """[M, K] log-probs of `ids_MK`, differentiable."""
-        return candidates(hidden, self.out.weight, self.out.bias, ids_MK, **self._contract(packed))
-
-    def top(self, packed: Packed, k: int) -> Top:
-        """Most probable tokens first, forward only."""
-        out, parts = self.out, list[Top]()
-        with _forward_only(self.module):
-            for part in packed.split(SCORE_TOKENS):
-                found = most_probable(self.hidden(part), out.weight, out.bias, k, **self._contract(part))
-                parts.append(Top(found.indices.int().cpu().numpy(), found.values.float().cpu().numpy()))
-        return Top.join(parts, parts[0].ids.shape[1])
-
-    def _contract(self, packed: Packed) -> dict[str, Any]:
-        """The arguments of the head's functions that shape the distribution of each spoken token."""
-        out = self.out
-        rules = LogitRules.of(packed, out.weight.shape[0], out.weight.device)
-        return {
-            "sampling": packed.sampling,
-            "kept": packed.kept,
-            "rules": rules,
-            "softcap": out.softcap,
-            "scale": out.scale,
-        }
-
-
-def _to(x: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(x.astype(np.int64)).to(device)
-
-
-def _joined(parts: list[Tensor]) -> np.ndarray:
-    return torch.cat(parts).float().cpu().numpy()
-
-
-@contextmanager
-def _forward_only(module: nn.Module) -> Iterator[None]:
-    """Inside: no gradient and no checkpointing. Afterwards training mode is as it was before."""
-    training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        module.train(training)

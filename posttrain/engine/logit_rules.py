@@ -116,7 +116,8 @@ class LogitRules:
         if self.seen is not None:
             places = self.seen.places(at, to, width, first)
             old, p = flat[places], self.penalty
-            flat.index_copy_(0, places, torch.where(old < 0, old * p, old / p))
+            divisor = torch.full((), p, dtype=z.dtype, device=z.device)  # a GPU would multiply by 1 / p
+            flat.index_copy_(0, places, torch.where(old < 0, old * divisor, old / divisor))
             penalised = places, torch.full_like(old, 1 / p).masked_fill_(old.detach() < 0, p)
         if self.never_V is not None:
             z.masked_fill_(self.never_V[first : first + width], INF)

@@ -59,9 +59,9 @@ class AdapterOff:
         return self._learner.policy.module
 
     def score(self, packed: Packed) -> np.ndarray:
-        """float32 [M] log-probs under `packed.sampling`."""
+        """float32 [M] log-probs under `packed.sampling`. The sampler's own pass would compute with the adapter."""
         with switched_off(self._learner.policy.module):
-            return self._learner.score(packed)
+            return self._learner.packed_score(packed)
 
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M] entropies."""

@@ -151,6 +151,9 @@ class ShardedLearner(HFLearner):
     def score(self, packed: Packed) -> np.ndarray:
         return self._divided(packed, super().score)
 
+    def packed_score(self, packed: Packed) -> np.ndarray:
+        return self._together(lambda: super(ShardedLearner, self).packed_score(packed))
+
     def value(self, packed: Packed) -> np.ndarray:
         return self._divided(packed, super().value)
 

@@ -16,7 +16,7 @@ Real = Callable[..., Any]
 
 @fault(
     "temperature_one_side",
-    seam="posttrain.engine.learner:_PackedReader.head",
+    seam="posttrain.engine.packed_reader:PackedReader.head",
     what="the sampler draws at its temperature, the learner scores at temperature 1",
     harm="every importance ratio is that of another distribution; T=0.6 gave first-token ratios of 2",
     source="pain 2, trl#4159",
@@ -31,7 +31,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "top_p_one_side",
-    seam="posttrain.engine.learner:_PackedReader.head",
+    seam="posttrain.engine.packed_reader:PackedReader.head",
     what="the sampler cuts the distribution at top_p, the learner scores under the whole one",
     harm="ratios sit at the kept mass instead of 1 and gradients shrink by a tenth",
     source="pain 1, trl#6789",

@@ -10,7 +10,6 @@ import numpy as np
 
 from posttrain.core.streams import STEP
 from posttrain.faults.registry import fault
-from posttrain.role.events import UNOBSERVED
 
 Real = Callable[..., Any]
 
@@ -141,6 +140,8 @@ def _(real: Real) -> Real:
     needs="implicit",
 )
 def _(real: Real) -> Real:
+    from posttrain.role.events import UNOBSERVED  # here, because it imports torch
+
     def score(*args: Any, implicit: Any, **kwargs: Any) -> Any:
         implicit.learn(0, real(*args, implicit=implicit, **kwargs), UNOBSERVED)
         return real(*args, implicit=implicit, **kwargs)

@@ -66,7 +66,7 @@ class Sync:
         with trial.loud():
             await self._send(version)
             packed = packed_text(self.probe_ids)
-            ours, theirs = self.learner.score(packed), await self.sampler.score(self.probe_ids)
+            ours, theirs = self.learner.packed_score(packed), await self.sampler.score(self.probe_ids)
             base = trial.without(packed)
             changed, apart = Gap.of(ours, base), Gap.of(theirs, base)
             if not apart.mean > changed.mean / 2:
@@ -98,7 +98,7 @@ class Sync:
     async def _scores_alike(self, version: int) -> None:
         """Compare log-probs, since correct weights can still be used wrongly: caches, adapters, another dtype."""
         n, packed = len(self.probe_ids), packed_text(self.probe_ids)
-        ours, theirs = self.learner.score(packed), await self.sampler.score(self.probe_ids)
+        ours, theirs = self.learner.packed_score(packed), await self.sampler.score(self.probe_ids)
         found = Gap.of(theirs, ours)
         bound = allowed(self.dtype, found, ours, lambda: self.learner.exact(packed), packed.sampling.temperature)
         if not found.worst <= bound.worst:

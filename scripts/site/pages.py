@@ -27,6 +27,12 @@ HEADING = re.compile(r"^(#{1,6}) (.*)$")
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".json": "json", ".jsonl": "json", ".txt": "text"}
 
 
+ELSEWHERE = {"docs/search.md": "search-at-inference"}
+"""Pages whose own name is that of a page which the generator makes, and where they lie instead."""
+MADE = ("search", "genindex", "py-modindex", "reference/index")
+"""Pages that the generator makes."""
+
+
 class SiteError(Exception):
     """A page cannot become part of the site; the message says which and what to change."""
 
@@ -40,6 +46,8 @@ def slug(title: str) -> str:
 def place(path: str) -> str:
     """Where a page of the repository lies in the site, without its ending: `docs/recipes.md` is `recipes`."""
     p = PurePosixPath(path)
+    if path in ELSEWHERE:
+        return ELSEWHERE[path]
     if path == "docs/README.md":
         return "index"
     if path == "README.md":
@@ -57,10 +65,22 @@ def source_place(path: str) -> str:
 
 
 def read_pages(root: Path) -> dict[str, str]:
-    """Path in the repository -> text, of every page that the site holds as it is."""
+    """Path in the repository -> text, of every page that the site holds as it is.
+
+    Raises:
+        SiteError: two pages would lie in one place.
+    """
     patterns = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.md", "tour/*.md", "notebooks/*.md")
     found = sorted({p for pattern in patterns for p in root.glob(pattern)})
-    return {p.relative_to(root).as_posix(): p.read_text(encoding="utf-8") for p in found}
+    pages = {p.relative_to(root).as_posix(): p.read_text(encoding="utf-8") for p in found}
+    taken = list(MADE)
+    for path in pages:
+        if place(path) in taken:
+            raise SiteError(
+                f"{path}: the site has another page {place(path)}.html; name its place in {__name__}.ELSEWHERE"
+            )
+        taken.append(place(path))
+    return pages
 
 
 def marks(pages: dict[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.api.ablate import Ablation, ablate
+from posttrain.api.ablate import Ablation, AblationRow, ablate
 from posttrain.cli import main
-from posttrain.cli.ablate import HEAD
+from posttrain.cli.ablate import HEAD, table
 from posttrain.core import reader
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.book import Book
@@ -177,6 +178,18 @@ def test_without_a_checkpoint_at_the_step_older_weights_are_used_and_named(
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_tiny_norms_join_no_columns_and_move_no_row() -> None:
+    """Every cell ends below the end of its heading, whatever its size."""
+    made = AblationRow("grpo", 1.0, 0.7423, 1.0, 0.12, 0.0, 1.0, 0.66, 1.0, -0.5, 2028)
+    small = replace(made, name="dr_grpo", norm=1.234e-25, ratio=1.66e-25, credit=12345.678, solved=-98765.4321)
+    gone = replace(made, name="gspo", norm=0.0, ratio=0.0, cosine=math.nan, effective=math.nan, tokens=123_456_789)
+    head, *lines = table([made, small, gone, replace(gone, name="cispo")])
+    ends = [m.end() for m in re.finditer(r"\S+", head)][1:]
+    assert len(lines) == 4 and lines[3] == "  = cispo"
+    for line in lines[:3]:
+        assert [m.end() for m in re.finditer(r"\S+", line)][1:] == ends, line
 
 
 def test_tables_and_json(grpo: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ import posttrain
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.ladder import LADDER as ALGORITHMS
+from posttrain.core.pieces.implicit import ImplicitOthers
 from posttrain.core.pieces.shape import BestOf
 
 
@@ -210,6 +211,8 @@ def test_every_algorithm_learns_something_finite(name: str, tmp_path: Path) -> N
         words.append("baseline.warmup=0")
     if any(isinstance(s, BestOf) for s in ALGORITHMS[name].shape):
         words.append("shape.bestof.k=2")
+    if isinstance(ALGORITHMS[name].baseline, ImplicitOthers):
+        words.append("env.rewards.0.weight=0.01")  # outcomes lie in 0..1
     if ALGORITHMS[name].hint is not None:
         words += ["env.args.hint=it is {answer}: ", "rl.optimizer.ema=0.95"]
     if ALGORITHMS[name].taught:

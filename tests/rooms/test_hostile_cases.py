@@ -354,6 +354,7 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "verifier/workers/guardian.py",
             "environment/templates.py",
             "engine/checkpoint.py",
+            "engine/sharded_reader.py",
             "api/written.py",
             "api/placed.py",
             "engine/pool/",
@@ -375,6 +376,7 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 """Row -> (modules that could do the harm, where they may be imported). A worker's pickle travels to a child of ours;
+the index of a sharded checkpoint is read by an unpickler that knows what torch writes there, and nothing else;
 the record names an exception of numpy's; what speaks HTTP speaks with the address that the user configured, and no
 task, tool or policy names one."""
 

@@ -118,3 +118,26 @@ def test_data_keeps_its_shape() -> None:
     data = {"a": [1, None, SECRET, (True, SECRET)], SECRET: 2.0}
     assert scrubbed_data(data, {NAME: SECRET}) == {"a": [1, None, f"[{NAME}]", (True, f"[{NAME}]")], f"[{NAME}]": 2.0}
     assert scrubbed_data(Verdict, {NAME: SECRET}) is Verdict
+
+
+def test_a_secret_that_comes_or_changes_later_is_scrubbed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of the environment is kept between texts, and not longer than the environment stays as it is."""
+    text = "401 for sk-first-0123 and sk-second-4567"
+    monkeypatch.delenv(NAME, raising=False)
+    assert scrubbed(text) == text == scrubbed(text)
+    monkeypatch.setenv(NAME, "sk-first-0123")
+    assert scrubbed(text) == f"401 for [{NAME}] and sk-second-4567"
+    monkeypatch.setenv(NAME, "sk-second-4567")
+    assert scrubbed(text) == f"401 for sk-first-0123 and [{NAME}]"
+    monkeypatch.delenv(NAME)
+    assert scrubbed(text) == text
+
+
+def test_a_text_is_scrubbed_without_reading_all_variables_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each verdict has two texts: to decode the environment for each took two thirds of the learner's work on an
+    answer."""
+    monkeypatch.setenv(NAME, SECRET)
+    scrubbed("first")
+    read = list[object]()
+    monkeypatch.setattr("posttrain.core.redact.forms_of", lambda environment: read.append(environment) or ())
+    assert scrubbed(f"401 for {SECRET}") == f"401 for [{NAME}]" and not read

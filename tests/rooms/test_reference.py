@@ -14,6 +14,7 @@ from posttrain.core.adapter import Lora
 from posttrain.core.run import Optimizer
 from posttrain.engine import adapter
 from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.embedded.replay import SamplerReplay
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, named_tensors
@@ -41,6 +42,19 @@ def learn(learner: HFLearner, steps: int = 3) -> None:
         learner.forward(packed(3), entropy=False, value=False).logp.sum().neg().backward()
         adam.step()
         learner.train_mode(False)
+
+
+def test_the_same_bits_as_the_sampler_are_the_policy_s_and_not_its_reference_s() -> None:
+    """Log-probs of the sampler's own pass have the adapter in them, and those of the reference do not."""
+    base, batch = policy(), packed(4)
+    adapted = adapt(base)
+    learner = HFLearner(adapted, sampled=SamplerReplay(adapted, 8).values)
+    reference = freeze(learner)
+    assert isinstance(reference, AdapterOff)
+    learn(learner)
+    np.testing.assert_array_equal(reference.score(batch), FrozenScorer(base).score(batch))
+    assert np.abs(learner.score(batch) - reference.score(batch)).max() > 0.1
+    np.testing.assert_allclose(learner.score(batch), learner.packed_score(batch), rtol=0, atol=1e-4)
 
 
 def test_without_an_adapter_a_reference_is_a_copy() -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from template_parts import FAMILIES, renderer, tokenizer
 
+from posttrain.api.build import check_prompts
 from posttrain.core.env import Reward
 from posttrain.core.errors import DataError
 from posttrain.core.run import Env
 from posttrain.environment.make import environment
 from posttrain.environment.prompts import PromptsEnv
 from posttrain.environment.render import RenderedDialogue
+from posttrain.recipe.recipes import recipe
 from posttrain.role.demonstrate import demonstration
 
 SKY = {"role": "user", "content": "What colour is the sky?"}
@@ -83,3 +87,19 @@ def test_an_environments_tools_stand_in_the_prompt_of_its_demonstrations(tmp_pat
     with pytest.raises(Seen):
         asyncio.run(made.play(chat, talk))
     assert found.ids[: int(np.argmax(found.mask))].tolist() == talk.ids.tolist()
+
+
+def test_they_count_where_a_demonstration_is_too_long(tmp_path: Path) -> None:
+    """Before the first step, with the row's place, where it would fit without them."""
+    made = env(tmp_path, [{"messages": [SKY, BLUE]}], tools="calculator")
+    render, task = renderer(FAMILIES["qwen2.5"]), made.train.task(0)
+    plain, whole = (
+        sum(map(len, render.pair(task.prompt, BLUE["content"], task.id, t))) for t in ((), tuple(task.tools))
+    )
+    assert plain + 9 < whole
+    run = recipe("sft")
+    for context in (whole - 1, whole):
+        policy: Any = SimpleNamespace(tokenizer=render.tokenizer, stop_ids=render.stop_ids, context=context)
+        said = rf"rows\.jsonl:1: the prompt and its completion have {whole} tokens, and the context is {context}"
+        with nullcontext() if context == whole else pytest.raises(DataError, match=said):
+            check_prompts(run, made, policy, run.stages)

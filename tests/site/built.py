@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,11 @@ def test_every_page_of_the_repository_is_there(site: Path) -> None:
     pages = read_pages(ROOT)
     assert len(pages) > 60
     assert not [p for p in pages if not (site / f"{place(p)}.html").is_file()]
+    for path, text in pages.items():  # the words of its title, because the site turns quotes
+        title = re.findall(r"\w+", text[text.index("# ") + 2 :].partition("\n")[0])
+        shown = (site / f"{place(path)}.html").read_text(encoding="utf-8").partition("<title>")[2].partition("</title>")
+        there = re.findall(r"\w+", unescape(shown[0]))[: len(title)]
+        assert there == title, f"{place(path)}.html is another page than {path}"
     assert len(list((site / "reference").glob("*.html"))) > 100
 
 
@@ -317,6 +323,7 @@ def test_two_clicks(window: Window, first: str, second: str, title: str, anchor:
         ("staleness", "staleness.html"),
         ("GRPOConfig", "coming-from-trl.html"),
         ("TokenL2", "reference/posttrain.core.pieces"),
+        ("beams", "search-at-inference.html"),
     ],
 )
 def test_search_finds_words_without_a_network(window: Window, words: str, page: str) -> None:

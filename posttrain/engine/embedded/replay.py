@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.batch import Packed
-from posttrain.core.errors import EngineError
 from posttrain.engine.embedded.blocks import BLOCK
 from posttrain.engine.embedded.cache import CachedLayout, ragged_arange
 from posttrain.engine.embedded.cached_model import CachedModel
+from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.models import Policy, served_tensors
 from posttrain.engine.transform import KeptMask
 
@@ -51,12 +51,8 @@ class SamplerReplay:
         """float32 [M]: the log-prob of each spoken token under the learner's weights of now.
 
         Raises:
-            EngineError: the sampling contract has steps before the temperature.
+            InvariantError: the contract bans a token that was said.
         """
-        if packed.sampling.rules:
-            raise EngineError(
-                "exact=true knows no penalties, biases and bans of tokens: leave them out of the sampling"
-            )
         self._served.load(served_tensors(self._learner))
         return torch.cat([self._part(part) for part in packed.split(TOKENS)])
 
@@ -69,6 +65,7 @@ class SamplerReplay:
         out = torch.empty(packed.spoken, device=pool.device)
         order = np.argsort(packed.source_M, kind="stable")
         sources, mask = packed.source_M[order], _mask(packed, pool.device)
+        rules = LogitRules.of(packed, self._served.vocabulary, pool.device)
         for a in range(0, size, rows):
             b = min(a + rows, size)
             hidden = self._pass(packed, row_N, a, b)
@@ -77,7 +74,7 @@ class SamplerReplay:
             if hi > lo:
                 z = self._served.logits(hidden[torch.from_numpy(sources[lo:hi] - a).to(pool.device)])
                 targets = torch.from_numpy(packed.target_M[order[lo:hi]].astype(np.int64)).to(pool.device)
-                out[said] = self._logp(z, targets, packed, order[lo:hi], mask).float()
+                out[said] = self._logp(z, targets, packed, order[lo:hi], rules, mask).float()
         return out.clone()
 
     def _pass(self, packed: Packed, row_N: np.ndarray, a: int, b: int) -> Tensor:
@@ -91,8 +88,19 @@ class SamplerReplay:
         at = torch.from_numpy(np.append(packed.positions_N[a:b], idle)).to(device)
         return self._served.hidden(ids, at, layout)[: b - a].clone()
 
-    def _logp(self, z: Tensor, targets: Tensor, packed: Packed, said: np.ndarray, mask: KeptMask | None) -> Tensor:
-        """As `sampler.Spread` computes it, with the kept sets of the draw."""
+    def _logp(
+        self,
+        z: Tensor,
+        targets: Tensor,
+        packed: Packed,
+        said: np.ndarray,
+        rules: LogitRules | None,
+        mask: KeptMask | None,
+    ) -> Tensor:
+        """As `sampler.Spread` computes it, with the kept sets of the draw. `said` are the tokens [C] of z [C, V]."""
+        if rules is not None:
+            for row, m in zip(z.split(1), said.tolist(), strict=True):
+                rules.adjust(row, m)
         if packed.sampling.temperature != 1:
             z = z.mul_(
                 torch.tensor([1 / packed.sampling.temperature], dtype=torch.float32, device=z.device).to(z.dtype)
