@@ -152,7 +152,7 @@ class ShardedLearner(HFLearner):
         return self._divided(packed, super().score)
 
     def packed_score(self, packed: Packed) -> np.ndarray:
-        return self._together(lambda: super(ShardedLearner, self).packed_score(packed))
+        return self._divided(packed, super().packed_score)
 
     def value(self, packed: Packed) -> np.ndarray:
         return self._divided(packed, super().value)
