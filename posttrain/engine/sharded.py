@@ -81,7 +81,7 @@ class ShardedLearner(HFLearner):
         fill: Filler | None = None,
         prove: Callable[[Policy], None] | None = None,
     ) -> None:
-        _refuse(policy, fill is not None)
+        refuse_ranks(policy, fill is not None)
         super().__init__(policy, gradient_checkpointing=gradient_checkpointing)
         self.ranks = ranks
         heads: dict[str, nn.Module] = {"value_head": self.value_head}
@@ -240,7 +240,7 @@ def _filled(outermost: Inside, policy: Policy, dtype: torch.dtype, fill: Filler)
             fill(policy.module, name, rows_of(tensor), first_row(tensor), dtype)
 
 
-def _refuse(policy: Policy, blank: bool) -> None:
+def refuse_ranks(policy: Policy, blank: bool = False) -> None:
     """ConfigError for what is not built, or not shown to be right, over several ranks."""
     config = policy.module.config.get_text_config(decoder=True)
     experts = next((int(n) for n in (getattr(config, e, None) for e in EXPERTS) if n), 0)
