@@ -2,6 +2,8 @@
 
     posttrain run prm --out runs/prm
     python -m benchmarks.process_bench runs/prm
+    posttrain run judge env=verify --out runs/verifier
+    python -m benchmarks.process_bench runs/verifier --chains 200
 
 Half of the chains have one wrong step and are consistent after it. The first wrong step is known, because the world
 judges every step; the reward model finds it where its score first falls below a threshold. The threshold is chosen on
@@ -20,9 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.api.reward_models import stage_policy
+from posttrain.api.generative_judges import generative_judge
+from posttrain.api.reward_models import reward_member, stage_policy
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
+from posttrain.core.env import Reward
 from posttrain.core.ports import Attempt
 from posttrain.core.process import first_error, step_ends
 from posttrain.core.reader import run_file
@@ -35,6 +39,7 @@ from posttrain.engine.learner import HFLearner
 from posttrain.environment.make import environment
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.role.demonstrate import demonstration
+from posttrain.role.generative_steps import GenerativeStepJudge
 from posttrain.role.step_scores import step_scores
 from posttrain.role.steps import TokenEnds
 
@@ -50,9 +55,17 @@ class PlantedChain:
     truth: int
 
 
+def chains_world(run: Run) -> Any:
+    """The world of a run, which judges steps; of a verifier the one whose answers it verifies."""
+    if run.env.name == "verify":
+        verifies: Any = environment(run.env, run.seed)
+        return verifies.verified_world
+    return environment(replace(run.env, args={**run.env.args, "judge_steps": True}, rewards=()), run.seed)
+
+
 def planted_chains(run: Run, count: int, seed: int) -> list[PlantedChain]:
     """Chains about held-out tasks, every second one with an error."""
-    world: Any = environment(replace(run.env, args={**run.env.args, "judge_steps": True}, rewards=()), run.seed)
+    world = chains_world(run)
     out: list[PlantedChain] = []
     for i in range(count):
         task = world.heldout[i % len(world.heldout)]
@@ -81,6 +94,25 @@ def scores_of(folder: Path, stage: RewardModel, chains: Sequence[PlantedChain]) 
     return found
 
 
+def verified_scores(folder: Path, chains: Sequence[PlantedChain], votes: int) -> list[list[float]]:
+    """A generative verifier's score of each step of each chain. A step that it cannot judge counts as right."""
+    run = run_file(folder).run
+    ends = TokenEnds(lambda ids: "")
+    judge = generative_judge(run, Reward(function=f"judge:{folder}", votes=votes), 1e-5, reward_member, ends)
+    assert isinstance(judge, GenerativeStepJudge)
+
+    async def scored(chain: PlantedChain) -> list[float]:
+        upto = [chain.text[:end] for end in step_ends(chain.text, judge.separator)]
+        return [1.0 if x is None else x for x in await judge.of_beginnings(chain.task, upto)]
+
+    async def each() -> list[list[float]]:
+        return list(await asyncio.gather(*map(scored, chains)))
+
+    found = asyncio.run(each())
+    judge.close()
+    return found
+
+
 def bench(truth: Sequence[int], scores: Sequence[Sequence[float]]) -> tuple[ProcessBenchScore, float]:
     """(the score on every second pair of chains, the threshold that is best on the others)."""
     chosen = [i for i in range(len(truth)) if i // 2 % 2 == 0]
@@ -98,20 +130,25 @@ def main() -> None:
     given.add_argument("folder", type=Path)
     given.add_argument("--chains", type=int, default=400)
     given.add_argument("--seed", type=int, default=0)
+    given.add_argument("--votes", type=int, default=1, help="of a verifier that writes")
     o = given.parse_args()
     run = run_file(o.folder).run
-    stage = next(s for s in run.stages if isinstance(s, RewardModel) and s.judgement == "steps")
     chains = planted_chains(run, o.chains, o.seed)
-    scores, truth = scores_of(o.folder, stage, chains), [c.truth for c in chains]
+    if run.env.name == "verify":
+        name, scores = "verifier", verified_scores(o.folder, chains, o.votes)
+    else:
+        stage = next(s for s in run.stages if isinstance(s, RewardModel) and s.judgement == "steps")
+        name, scores = stage.name, scores_of(o.folder, stage, chains)
+    truth = [c.truth for c in chains]
     found, threshold = bench(truth, scores)
     last = [len(s) - 1 if t >= 0 else -1 for s, t in zip(scores, truth, strict=True)]
     print("chains with an error, found | without one, none found | harmonic mean")
-    for name, x in (
-        (f"{stage.name}, below {threshold:.2f}", found),
+    for what, x in (
+        (f"{name}, below {threshold:.2f}", found),
         ("no step is wrong", ProcessBenchScore.of(truth, [-1] * len(truth))),
         ("the last step of a wrong answer", ProcessBenchScore.of(truth, last)),
     ):
-        print(f"{name:>32}: {x.erroneous:.3f} ({x.erroneous_count}) | {x.correct:.3f} ({x.correct_count}) | {x.f1:.3f}")
+        print(f"{what:>32}: {x.erroneous:.3f} ({x.erroneous_count}) | {x.correct:.3f} ({x.correct_count}) | {x.f1:.3f}")
 
 
 if __name__ == "__main__":

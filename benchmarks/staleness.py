@@ -39,7 +39,7 @@ from benchmarks.staleness_arms import (
     STALENESS,
     STEPS,
 )
-from benchmarks.updates import judged, mean
+from benchmarks.updates import judged, mean, silenced
 from posttrain.core import reader
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ def play(arm: str, staleness: int, seed: int, model: Path, folder: Path, steps: 
         float(np.mean(after)) if not stopped else 0.0,
         max(solved),
         float(np.mean(solved[-LAST:])),
-        mean(late, "policy/clip_low") + mean(late, "policy/clip_high"),
+        silenced(late),
         max(s.gauges["policy/ratio_square"].mean for s in lines),
         min(s.gauges["policy/ratio"].mean ** 2 / s.gauges["policy/ratio_square"].mean for s in lines),
         mean(late, "rollout/versions_behind"),
@@ -127,7 +127,11 @@ def tables(found: Mapping[tuple[str, int], Mapping[str, float]]) -> list[str]:
     for title, figure, digits in (
         ("Held-out accuracy after the last step, mean over seeds", "after", 3),
         ("The same of the worst seed", "worst", 3),
-        ("Share of tokens with a push of 0, last half of the steps", "clipped", 3),
+        (
+            "Share of tokens that the trust region silences, last half of the steps; what `m2po` masks is not in it",
+            "clipped",
+            3,
+        ),
         ("Mean squared ratio, largest step and seed", "tail", 2),
         ("Least effective sample size, (mean ratio)^2 / mean squared ratio, smallest step and seed", "ess", 3),
     ):

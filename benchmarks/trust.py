@@ -152,13 +152,17 @@ class Healthy:
     logp_gap: float
 
 
-def healthy(name: str, seed: int, model: Path, folder: Path) -> Healthy:
-    """One algorithm on one seed from the policy the faults are shown with."""
+def healthy(name: str, seed: int, model: Path, folder: Path, *words: str) -> Healthy:
+    """One algorithm on one seed from the policy the faults are shown with. `words`: further overrides."""
     out = folder / f"{name}-{seed}"
     tripped = ""
     try:
         posttrain.run(
-            smallest(None, model, folder, steps=HEALTHY_STEPS, seed=seed), f"algorithm={name}", out=out, quiet=True
+            smallest(None, model, folder, steps=HEALTHY_STEPS, seed=seed),
+            f"algorithm={name}",
+            *words,
+            out=out,
+            quiet=True,
         )
         found = named(out)
         tripped = f"rule {found.detector}" if found else ""

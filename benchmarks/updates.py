@@ -37,6 +37,7 @@ from benchmarks.updates_regions import (
     ARMS,
     ASIDE,
     EPOCHS,
+    LATER,
     LEARNED,
     LINES,
     MINIBATCHES,
@@ -58,8 +59,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/updates.json"
 PAGE = ROOT / "docs/several-updates.md"
 WORKS: Mapping[str, Mapping[str, Algorithm]] = {
-    "mild": {**ARMS, **LINES},
-    "hot": ARMS,
+    "mild": {**ARMS, **LATER, **LINES},
+    "hot": {**ARMS, **LATER},
     "stale": updates_stale.ARMS,
 }
 """The arms at each learning rate. Samples of the last one are old."""
@@ -84,7 +85,7 @@ class ArmRow:
     last: float
     """Share of right answers in the rollouts of the last steps."""
     clipped: float
-    """Share of tokens with a push of 0, mean over the steps."""
+    """Share of tokens without a policy gradient, mean over the steps."""
     tail: float
     """Mean of the squared ratio, largest step."""
     ess: float
@@ -130,7 +131,7 @@ def play(arm: str, rate: str, seed: int, model: Path, folder: Path, steps: int |
         float(np.mean(after)) if not stopped else 0.0,
         max(solved),
         float(np.mean(solved[-LAST:])),
-        mean(learned, "policy/clip_low") + mean(learned, "policy/clip_high"),
+        silenced(learned),
         max(s.gauges["policy/ratio_square"].mean for s in learned),
         min(s.gauges["policy/ratio"].mean ** 2 / s.gauges["policy/ratio_square"].mean for s in learned),
         drift(WORKS[rate][arm].forms_ratio and rate != "stale", learned),
@@ -145,6 +146,16 @@ def drift(fresh: bool, learned: Sequence[Step]) -> float | None:
     if any("policy/kl_start" in s.gauges for s in learned):
         return mean(learned, "policy/kl_start")
     return mean(learned, "policy/kl_anchor") if fresh else None
+
+
+def silenced(steps: Sequence[Step]) -> float:
+    """Share of tokens without a policy gradient: outside of the trust region, or masked by the choice of tokens. No arm
+    has both."""
+    return sum(
+        mean(steps, name)
+        for name in ("policy/clip_low", "policy/clip_high", "policy/masked")
+        if any(name in s.gauges for s in steps)
+    )
 
 
 def mean(steps: Sequence[Step], gauge: str) -> float:
@@ -216,7 +227,8 @@ def page(rows: Sequence[ArmRow]) -> str:
         "| after | held-out accuracy after the last batch, sampled at temperature 1; 0 where a check stopped the run |",
         "| worst seed | the same, of the seed that ended lowest |",
         f"| last rollouts | share of right answers on training prompts, last {LAST} batches |",
-        "| clipped | share of tokens with a push of exactly 0 |",
+        "| clipped | share of tokens with a push of exactly 0 by the trust region; the rows of `m2po` are older than"
+        " the gauge of what it masks (`policy/masked`), which is not in them |",
         "| ratio tail | mean squared ratio of the arm's own ratio, largest batch and seed; the ratio is that of whole"
         " answers for `gspo`, `luspo`, `vespo`, `seq_is`, `vcpo`, else of tokens |",
         "| least ESS | effective sample size as a share: (mean ratio)^2 / mean squared ratio over tokens, smallest"
@@ -226,7 +238,12 @@ def page(rows: Sequence[ArmRow]) -> str:
         "",
     ]
     for name in RATES:
-        lines += [f"## {name.capitalize()}: learning rate {RATES[name]:g}", "", *table(found, name), ""]
+        lines += [
+            f"## {name.capitalize()}: learning rate {RATES[name]:g}",
+            "",
+            *table(found, name, (*ARMS, *LATER)),
+            "",
+        ]
     lines += ["## Lines with credit of their own, mild", "", *table(found, "mild", LINES), ""]
     lines += ["## Predicted before the runs", "", *predicted(PREDICTIONS, found), ""]
     lines += ["## What parts them", "", *learned(found), "", *old_samples(found), "## Not arms of their own", ""]
@@ -300,7 +317,7 @@ def keep(row: ArmRow) -> None:
 
 
 def write(rows: list[ArmRow]) -> None:
-    order = {name: i for i, name in enumerate((*ARMS, *LINES, *updates_stale.ARMS))}
+    order = {name: i for i, name in enumerate((*ARMS, *LATER, *LINES, *updates_stale.ARMS))}
     rows = sorted((r for r in rows if r.arm in WORKS[r.rate]), key=lambda r: (order[r.arm], r.rate, r.seed))
     facts = {
         "date": time.strftime("%Y-%m-%d"),

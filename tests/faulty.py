@@ -186,6 +186,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = _rewarded(run, needs)
     if needs in ("judging", "votes", "yes"):
         run = _judging(run, needs, folder)
+    if needs == "verifies":
+        run = _verified(run, folder)
     if needs == "process":
         run = _stepwise(run)
     if needs == "implicit":
@@ -248,6 +250,24 @@ def _judging(run: Run, needs: str, folder: Path) -> Run:
     env = Env(name="replies", args={"numbers": 2, "max_number": 9}, heldout=10, rewards=paid, measured=True)
     rl = replace(run.stages[-1], sampling=Sampling(max_tokens=8), max_failed=0.9)
     return replace(run, model=replace(MODEL, context=64), env=env, stages=(rl,))
+
+
+def _verified(run: Run, folder: Path) -> Run:
+    """Chains of two sums, paid step by step by a verifier that was made beforehand."""
+    made, rl = folder / "judge-verifies", run.stages[-1]
+    if not (made / "run.json").exists():
+        world = "arithmetic min_terms=3 max_terms=3 max_operand=4"
+        sft = Supervised(
+            name="sft", style="verdict", steps=60, batch=16, optimizer=Optimizer(lr=5e-3, warmup=5), eval=False
+        )
+        once = replace(rl, sampling=Sampling(max_tokens=8), steps=1, eval=False)
+        env = Env(name="verify", args={"world": world, "world_heldout": 6}, heldout=4)
+        taught = replace(tiny_run(), model=replace(MODEL, context=96), env=env, stages=(sft, once))
+        posttrain.run(taught, out=made, quiet=True)
+    assert isinstance(rl, Reinforce)
+    rl = replace(rl, algorithm=GRPO_PROCESS, sampling=Sampling(max_tokens=20), max_failed=0.9, eval=False)
+    env = replace(CHAINS, rewards=(Reward(function=f"judge:{made}", votes=2),))
+    return replace(run, model=replace(MODEL, context=64), env=env, stages=(_chains(), rl))
 
 
 CHAINS = Env(name="arithmetic", args={"min_terms": 3, "max_terms": 3, "max_operand": 4}, heldout=6)

@@ -38,6 +38,7 @@ NAMES = (
     "spurious",
     "long_horizon",
     "step_scores",
+    "step_variance",
     "prover",
 )
 

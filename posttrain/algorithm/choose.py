@@ -1,9 +1,9 @@
 """Which tokens of a minibatch have a policy gradient. They are chosen over the whole minibatch before it is split, so
 that a split changes nothing.
 
-Each choice is a type in `core.pieces.token` and functions here, registered for that type. Tokens are chosen by the
-log-probs before the step: the learner's where they were scored, else the sampler's. Published code chooses inside each
-micro-batch by the current log-probs, so that its result depends on memory settings.
+Each choice is a type in `core.pieces.token` and functions here, registered for that type. Tokens are chosen by
+log-probs before the optimizer step: those of now where the choice reads them, else those at the start of the batch,
+else the sampler's. Published code chooses inside each micro-batch, so that its result depends on memory settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from posttrain.algorithm.register import missing
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.token import ClipCov, KlCov, SecondMoment, Tokens, TopEntropy
-from posttrain.core.streams import ADVANTAGE, MU, START
+from posttrain.core.streams import ADVANTAGE, MU, NOW, START
 
 Array = NDArray[np.float64]
 
@@ -77,8 +77,9 @@ def _(tokens: SecondMoment, batch: Batch, entropy_M: np.ndarray | None, rng: np.
 
 
 def _before(batch: Batch) -> Array:
-    """Log-probs before the step [M]: the learner's where they were scored, else the sampler's."""
-    return np.asarray(batch[START] if START in batch else batch[MU], np.float64)
+    """Log-probs before the optimizer step [M]: the learner's of now, else those at the start of the batch, else the
+    sampler's."""
+    return np.asarray(next(batch[s] for s in (NOW, START, MU) if s in batch), np.float64)
 
 
 def covariance(advantage_M: Array, logp_M: Array) -> Array:

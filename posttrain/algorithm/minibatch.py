@@ -6,16 +6,16 @@ To add one, write its `Stream` and its `Maker` here, and put the maker into `WHO
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from posttrain.algorithm.choose import choose, mixing
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.batch import Batch
+from posttrain.core.batch import Batch, Packed
 from posttrain.core.scored import EpisodeCredit
-from posttrain.core.streams import ENTROPY, TOP_IDS, TOP_LOGP, VERSION, Maker, Stream
+from posttrain.core.streams import ENTROPY, NOW, TOP_IDS, TOP_LOGP, VERSION, Maker, Stream
 from posttrain.core.types import SHOWN
 from posttrain.core.verdict import SOLVED
 
@@ -51,6 +51,8 @@ class Whole:
     """Version of the weights at the start of the step, and of the weights after this minibatch."""
     rng: np.random.Generator
     """Random generator of this minibatch alone."""
+    now: Callable[[Packed], np.ndarray] | None = None
+    """Log-probs under the weights of now. None: they are still those at the start of the batch."""
 
     @property
     def shown_M(self) -> np.ndarray:
@@ -58,8 +60,11 @@ class Whole:
 
 
 def _chosen(w: Whole) -> np.ndarray:
-    assert w.algorithm.tokens is not None
-    return choose(w.algorithm.tokens, w.batch, w.batch.find(ENTROPY), w.rng)
+    tokens, batch = w.algorithm.tokens, w.batch
+    assert tokens is not None
+    if tokens.reads_now and w.now is not None:
+        batch = batch.having({NOW: w.now(batch)})
+    return choose(tokens, batch, batch.find(ENTROPY), w.rng)
 
 
 def _imitated(w: Whole) -> np.ndarray:

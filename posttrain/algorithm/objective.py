@@ -71,6 +71,8 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
         term_M = term_M + value.coef * each_M
         gauge_sums.values(each_M, value_M, return_M)
     gauge_sums.policy(ratio_M, pushed, factor_M)
+    if a.tokens is not None and a.tokens.silences:
+        gauge_sums.masked(batch[CHOSEN])
     gauge_sums.drift(logp_M, start_M, log_ratio_M, scores.entropy, knows_start=START in batch or "start" in a.reads)
     if corrected is not None:
         gauge_sums.correction(corrected)
@@ -170,6 +172,10 @@ class _GaugeSums:
         self._add("policy/ratio", ratio_M)
         self._add("policy/ratio_square", ratio_M.square())
         self._add("policy/surrogate", factor_M * self._batch[ADVANTAGE])
+
+    def masked(self, chosen_M: Tensor) -> None:
+        """Tokens that `Algorithm.tokens` masks: they have no policy gradient, whatever the trust region says."""
+        self._add("policy/masked", ~chosen_M.bool())
 
     def drift(
         self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None, *, knows_start: bool

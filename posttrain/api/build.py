@@ -44,6 +44,7 @@ from posttrain.engine.reference import freeze, frozen_module
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.environment.rows import placed
 from posttrain.role.generative_judge import GenerativeJudge
+from posttrain.role.generative_steps import GenerativeStepJudge
 from posttrain.role.judgements import FittingTasks
 from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
@@ -274,7 +275,7 @@ def make_roles(
     def close() -> None:
         serving.close()
         for judge in found:
-            if isinstance(judge, GenerativeJudge):
+            if isinstance(judge, GenerativeJudge | GenerativeStepJudge):
                 judge.close()
 
     sync = Sync(learner, engine, probe_ids(policy), run.model.dtype)

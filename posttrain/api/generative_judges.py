@@ -22,7 +22,10 @@ from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.environment.render import Renderer
 from posttrain.role.generative_judge import GenerativeJudge
+from posttrain.role.generative_steps import GenerativeStepJudge
 from posttrain.role.reward_judge import JudgeMember
+from posttrain.role.step_judge import paid_by
+from posttrain.role.steps import TokenEnds
 from posttrain.role.weights import load_weights
 
 SLOTS = 256
@@ -30,17 +33,19 @@ SLOTS = 256
 
 
 def generative_judge(
-    run: Run, reward: Reward, resolution: float, member: Callable[[Run, str, Policy], JudgeMember]
-) -> GenerativeJudge:
+    run: Run, reward: Reward, resolution: float, member: Callable[[Run, str, Policy], JudgeMember], ends: TokenEnds
+) -> GenerativeJudge | GenerativeStepJudge:
     """The judge of a reward, with the weights of its run's last checkpoint.
 
     Args:
         run: the run that it pays.
         resolution: relative noise of a probability that it computes.
         member: loads a reward model, and says whether it reads the tokens of this policy.
+        ends: of the policy's tokenizer, whose tokens steps end at.
 
     Raises:
-        ConfigError: the run did not learn to judge; or the meta reward model has another tokenizer.
+        ConfigError: the run did not learn to judge; the meta reward model has another tokenizer; or steps are asked of
+            a judge of whole answers.
     """
     folder = Path(reward.judge).expanduser()
     own = admitted(folder, parts=("env", "model"), allow=False)
@@ -52,7 +57,7 @@ def generative_judge(
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
     engine = embedded_engine(replace(own, slots=SLOTS), Embedded(), policy, renderer.decode)
     name = folder.resolve().name
-    return GenerativeJudge(
+    made = GenerativeJudge(
         name=name,
         weight=reward.weight,
         judging=judging,
@@ -67,6 +72,14 @@ def generative_judge(
         measured=reward.measured,
         line=_line(name, reward, judging),
     )
+    if judging.separator:
+        return GenerativeStepJudge(made, reward, ends, made.resolution, made.line)
+    if (reward.steps, reward.progress) != ("score", False):
+        raise ConfigError(
+            f"judge {name} judges whole answers, and steps and progress are for one that judges steps (posttrain run"
+            " judge env=verify): leave them out"
+        )
+    return made
 
 
 def _judging(own: Run, path: str) -> Judging:
@@ -108,11 +121,15 @@ def _resolution(reward: Reward, judging: Judging, model: float) -> float:
 
 def _line(name: str, reward: Reward, judging: Judging) -> str:
     paid = "measured, not paid" if reward.measured else f"weight {reward.weight:g}"
+    meta = "" if reward.meta is None else f"; {reward.meta} keeps the better half of the votes"
+    if judging.separator:
+        return (
+            f"verifier {name} ({paid}) reads each answer up to each step, votes {reward.votes}{meta}: {paid_by(reward)}"
+        )
     rivals = "all others" if not reward.rivals else f"{2 * reward.rivals} others"
     how = (
         "judges each answer"
         if judging.sides == 1
         else f"compares each answer with {rivals} of its group, in both orders"
     )
-    meta = "" if reward.meta is None else f"; {reward.meta} keeps the better half of the votes"
     return f"judge {name} ({paid}) {how}, votes {reward.votes}{meta}"

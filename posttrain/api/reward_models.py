@@ -28,13 +28,14 @@ from posttrain.engine.reward_folder import read_reward_model
 from posttrain.engine.transform import logit_dtype
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.role.generative_judge import GenerativeJudge
+from posttrain.role.generative_steps import GenerativeStepJudge
 from posttrain.role.reward_judge import JudgeMember, RewardModelJudge
-from posttrain.role.step_judge import StepJudge
+from posttrain.role.step_judge import StepJudge, paid_by
 from posttrain.role.step_scores import step_scores
 from posttrain.role.steps import TokenEnds
 from posttrain.role.weights import load_weights
 
-ModelJudge = RewardModelJudge | GenerativeJudge | StepJudge
+ModelJudge = RewardModelJudge | GenerativeJudge | GenerativeStepJudge | StepJudge
 """A judge of finished episodes that `env.rewards` names."""
 RESOLUTIONS = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 3e-2}
 """Relative difference up to which two scores count as equal, by the dtype they are computed in: its rounding, over the
@@ -68,7 +69,7 @@ class RewardModels:
     def __init__(self, run: Run, policy: Policy, folder: Path | None = None) -> None:
         self._run, self._policy, self._folder = run, policy, folder
         self._members: dict[str, JudgeMember] = {}
-        self._made: list[GenerativeJudge] = []
+        self._made: list[GenerativeJudge | GenerativeStepJudge] = []
 
     def judges(self, env: Env, trained: Collection[str] | None = None) -> tuple[ModelJudge, ...]:
         """The judges of an environment's rewards that are models, in order.
@@ -97,8 +98,18 @@ class RewardModels:
         for judge in self._made:
             judge.close()
 
-    def _generative(self, reward: Reward) -> GenerativeJudge:
-        made = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], reward_member)
+    def _ends(self) -> TokenEnds:
+        """Where steps end in the policy's tokens."""
+        tokenizer: Any = self._policy.tokenizer
+        renderer = Renderer(tokenizer, self._policy.stop_ids, self._policy.context)
+        return TokenEnds(RenderedDialogue(renderer, "").text)
+
+    def _generative(self, reward: Reward) -> GenerativeJudge | GenerativeStepJudge:
+        made = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], reward_member, self._ends())
+        if isinstance(made, GenerativeStepJudge) and reward.measured and reward.steps != "outcome":
+            raise ConfigError(
+                f"judge {made.name}: what is measured is about the whole answer; set env.rewards.N.steps=outcome"
+            )
         self._made.append(made)
         return made
 
@@ -142,14 +153,6 @@ class RewardModels:
             raise ConfigError(
                 f"reward model {name}: what is measured is about the whole answer; set env.rewards.N.steps=outcome"
             )
-        tokenizer: Any = self._policy.tokenizer
-        renderer = Renderer(tokenizer, self._policy.stop_ids, self._policy.context)
-        what = {
-            "score": "each step's score, read by algorithms that compare steps",
-            "pay": "each step's score, paid at its end",
-            "outcome": f"the {reward.aggregate} of its steps' scores",
-        }[reward.steps]
-        what += ", as progress over the step before" if reward.progress else ""
         scorer = member.scorer
         assert isinstance(scorer, FrozenRewards)
         return StepJudge(
@@ -158,9 +161,9 @@ class RewardModels:
             member,
             scorer,
             _separator(member),
-            TokenEnds(RenderedDialogue(renderer, "").text),
+            self._ends(),
             RESOLUTIONS[self._run.model.dtype] if reward.resolution is None else reward.resolution,
-            f"process reward model {name} (weight {reward.weight:g}) reads the policy's tokens: {what}",
+            f"process reward model {name} (weight {reward.weight:g}) reads the policy's tokens: {paid_by(reward)}",
         )
 
     def _member(self, path: str) -> JudgeMember:

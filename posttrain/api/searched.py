@@ -228,6 +228,7 @@ def _tools(
     if request.by is None:
         return plain, "the environment's own verdict, which knows the answers" if request.verified else ""
     from posttrain.api.reward_models import RewardModels
+    from posttrain.role.generative_steps import GenerativeStepJudge
     from posttrain.role.reward_judge import RewardModelJudge
     from posttrain.role.step_judge import StepJudge
 
@@ -237,6 +238,8 @@ def _tools(
     line = judge.line.partition(": each step's score")[0].replace(" (weight 1)", "")
     if isinstance(judge, StepJudge):
         return replace(plain, scorer=judge.scorer, separator=judge.separator), line
+    if isinstance(judge, GenerativeStepJudge):
+        return replace(plain, verifier=judge, separator=judge.separator), line
     _refuse_answers(request, request.by.function)
     if isinstance(judge, RewardModelJudge) and (kind := _first(request, weighted=True)):
         raise ConfigError(

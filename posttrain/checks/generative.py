@@ -11,11 +11,13 @@ from typing import Any
 from posttrain.core.abilities import Judging
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Environment
+from posttrain.core.process import aggregated
 from posttrain.core.types import Episode, Group, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.scripted import ScriptedPolicy
 from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
 from posttrain.role.generative_judge import LEFT_OUT, UNREAD, GenerativeJudge
+from posttrain.role.generative_steps import GenerativeStepJudge
 from posttrain.role.roles import DataRoles, ReinforceRoles
 
 SHOWN = 16
@@ -129,13 +131,51 @@ def _counted(verdict: Verdict, rivals: Sequence[tuple[str, str]]) -> list[float]
     return [float(w) for w in words if w and w != UNREAD and not w.endswith(LEFT_OUT)]
 
 
+def step_votes_are_counted(judge: GenerativeStepJudge, episode: Episode) -> None:
+    """Every step of an answer has a score, and it is the mean of the votes that the record has of it.
+
+    Raises:
+        InvariantError: otherwise.
+    """
+    own = [j for j in episode.verdicts if j.source == judge.name]
+    if not own or own[0].verdict.state is not State.VALUE:
+        return
+    task, r = f"task {episode.task.id!r}, sibling {episode.sibling}", judge.reward
+    steps = [s for s in episode.text.split(judge.separator) if s.strip()]
+    said = own[0].verdict.why.split(" ") if r.steps == "outcome" else [j.verdict.why for j in own]
+    if len(said) != len(steps):
+        raise InvariantError(f"{task}: {len(said)} steps were verified, and the answer has {len(steps)}: {steps}")
+    counted = [[float(w) for w in s.split(",") if w != UNREAD and not w.endswith(LEFT_OUT)] for s in said]
+    if unread := [i + 1 for i, votes in enumerate(counted) if not votes]:
+        raise InvariantError(
+            f"{task}: no vote about step {unread[0]} of {len(steps)} has a verdict, and it has a score. What could not"
+            " be judged is failed, never a low score"
+        )
+    means = [math.fsum(votes) / len(votes) for votes in counted]
+    want = means
+    if r.steps == "outcome":
+        want = [aggregated(means, r.aggregate)]
+    elif r.progress:
+        want = [after - before for before, after in zip([0.0, *means], means, strict=False)]
+    given = [j.verdict.score or 0.0 for j in own]
+    if any(abs(a - b) > 1e-9 for a, b in zip(given, want, strict=True)):
+        raise InvariantError(
+            f"{task}: verifier {judge.name!r} gave {[round(x, 4) for x in given]}, and its recorded votes make"
+            f" {[round(x, 4) for x in want]}: a score of another step, or of other votes"
+        )
+
+
 class VotesCheck(Observer):
     """The verdicts of generative judges are those of their votes."""
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
-        if isinstance(event, PlayedEvent):
-            for judge in (j for j in roles.rollout.judges if isinstance(j, GenerativeJudge)):
-                for group in event.experience.played:
-                    for episode in group.episodes:
+        if not isinstance(event, PlayedEvent):
+            return None
+        for group in event.experience.played:
+            for judge in roles.rollout.judges:
+                for episode in group.episodes:
+                    if isinstance(judge, GenerativeJudge):
                         votes_are_counted(judge, group, episode)
+                    elif isinstance(judge, GenerativeStepJudge):
+                        step_votes_are_counted(judge, episode)
         return None

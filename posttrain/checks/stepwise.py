@@ -117,14 +117,24 @@ class StepLabelCheck(Observer):
         for row, answer in zip(now, self._answers, strict=True):
             judged = [[c.figure for c in own if c.figure is not None] for own in answer.completions]
             hard = [any(x >= SOLVED for x in own) for own in judged]
-            soft = [sum(x >= SOLVED for x in own) / len(own) for own in judged]
-            if row["completions"] != list(answer.steps) or row["labels"] != hard or row["values"] != soft:
+            soft = [_share([x >= SOLVED for x in own], roles.stage.prover) for own in judged]
+            same = len(row["values"]) == len(soft) and np.allclose(row["values"], soft, rtol=0, atol=1e-12)
+            if row["completions"] != list(answer.steps) or row["labels"] != hard or not same:
                 raise InvariantError(
                     f"the row of an answer to task {answer.episode.task.id!r} has the labels {row['labels']} and values"
                     f" {row['values']}, and its completions say {hard} and {soft}: labels belong to other steps, or a"
                     " share to another number of completions"
                 )
         return None
+
+
+def _share(right: Sequence[bool], prover: int) -> float:
+    """The chance that one at least of `prover` completions is right that are drawn from these, one after the other and
+    none twice."""
+    left, wrong, none = len(right), list(right).count(False), 1.0
+    for i in range(min(prover, left)):
+        none *= max(wrong - i, 0) / (left - i)
+    return 1 - none
 
 
 # --- what is learned --------------------------------------------------------------------------------------------------

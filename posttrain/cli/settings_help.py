@@ -7,6 +7,7 @@ begins with it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -104,7 +105,7 @@ def _arguments(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Itera
     own = [s for g in found for s in g.settings if s.path.startswith("env.args.")]
     if own:
         names = ", ".join(f"{s.path.removeprefix('env.args.')}={_short(visible(s.now)) or 'none'}" for s in own)
-        said = f"What {visible(run.env.name)} takes: {names} (--help=env.args tells each)."
+        said = f"What {visible(run.env.name)} takes: {names} (more: --help=env.args)."
         yield from _lines([Setting("env.args.NAME", (), said, "")], columns)
 
 
@@ -167,14 +168,19 @@ def _lines(settings: Iterable[Setting], columns: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> list[str]:
-    return textwrap.wrap(
-        text,
-        columns,
-        initial_indent=first,
-        subsequent_indent=first if then is None else then,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    """Lines of at most `columns`, parted at spaces; a list without spaces that is longer is parted after its commas.
+    A word that is longer still stands whole."""
+    then = first if then is None else then
+    lines, line, empty = list[str](), first, True
+    for word in text.split():
+        parts = [word] if len(then) + len(word) <= columns else re.findall(r"[^,]*,|[^,]+", word)
+        for i, part in enumerate(parts):
+            gap = "" if i or empty else " "
+            if not empty and len(line) + len(gap) + len(part) > columns:
+                lines.append(line)
+                line, gap = then, ""
+            line, empty = f"{line}{gap}{part}", False
+    return lines if empty else [*lines, line]
 
 
 def _short(value: str) -> str:

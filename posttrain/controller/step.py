@@ -63,10 +63,11 @@ async def ask(roles: ReinforceRoles, index: int) -> Experience:
 
 
 def moved(learner: Learner, group: Group) -> float:
-    """The mean of |log(policy / sampler)| over the tokens of a group's judged episodes."""
-    packed = Packed.of([s for e in group.judged for s in e.segments])
-    mu_M = np.concatenate([s.logp[s.mask] for e in group.judged for s in e.segments])
-    return float(np.mean(np.abs(learner.score(packed) - mu_M)))
+    """The mean of |log(policy / sampler)| over the tokens of a group that were sampled and judged: those of a
+    demonstration have no sampler."""
+    said = [s for e in group.judged if e.own for s in e.segments]
+    mu_M = np.concatenate([s.logp[s.mask] for s in said])
+    return float(np.mean(np.abs(learner.score(Packed.of(said)) - mu_M)))
 
 
 @dataclass
@@ -111,7 +112,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         with roles.clock.of("learn"):
             if roles.implicit is not None:
                 partial.learned.append(roles.implicit.learn(e.index, groups, roles.watch))
-            for minibatch in pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version):
+            cut = pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version, now=roles.learner.score)
+            for minibatch in cut:
                 if (batch := minibatch.batch) is not None:
                     try:
                         with named(batch, credit, f"{stage.name} step {e.index}"):

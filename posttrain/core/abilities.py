@@ -164,6 +164,9 @@ class Judging(Declared):
     """The same task as if the other verdict were right. Nothing that is shown of it may differ."""
     better: Callable[[Task], int]
     """The place of the better completion; of one completion, 1 good and 0 not good."""
+    separator: str = ""
+    """The text that ends a step, where one judgement is about an answer up to the end of a step. '': it is about whole
+    answers."""
 
 
 class Measures(Protocol):

@@ -67,6 +67,9 @@ def cost(a: Algorithm) -> Cost:
     forwards = len(passes)
     if late:
         passes.append("the policy at the start of the step, where a step takes several optimizer steps")
+    if a.tokens is not None and a.tokens.reads_now:
+        late += 1
+        passes.append("the policy before every optimizer step of a batch but the first")
     return Cost(forwards, late, tuple(passes), tuple(_generation(a)), tuple(_memory(a)))
 
 

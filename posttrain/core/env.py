@@ -90,15 +90,20 @@ class Reward:
         self._check_judge()
         if self.models:
             self._check_models()
-        elif (self.steps, self.aggregate, self.progress) != ("score", "min", False):
+        elif (self.steps, self.aggregate, self.progress) != ("score", "min", False) and not self.judge:
             raise ConfigError(
-                f"reward {self.function!r}: steps, aggregate and progress are for a process reward model (model:PATH);"
-                " leave them out"
+                f"reward {self.function!r}: steps, aggregate and progress are for a process reward model (model:PATH,"
+                " or judge:PATH of a verifier); leave them out"
             )
         elif self.combine != "mean" or self.pessimism:
             raise ConfigError(
                 f"reward {self.function!r}: combine and pessimism are for several reward models (model:A+B); leave them"
                 " out"
+            )
+        if self.progress and self.steps == "outcome":
+            raise ConfigError(
+                f"reward {self.function!r}: progress is of single steps, and steps=outcome pays one number; set"
+                " steps=score or steps=pay"
             )
         if self.workers < 0 or (self.timeout is not None and not self.timeout > 0):
             raise ConfigError(
@@ -132,11 +137,6 @@ class Reward:
         if len(self.models) == 1 and (self.combine != "mean" or self.pessimism):
             raise ConfigError(
                 f"reward {self.function!r} is one model, and combine and pessimism are for several: model:A+B"
-            )
-        if self.progress and self.steps == "outcome":
-            raise ConfigError(
-                f"reward {self.function!r}: progress is of single steps, and steps=outcome pays one number; set"
-                " steps=score or steps=pay"
             )
         if self.pessimism < 0 or (self.pessimism and self.combine == "worst"):
             raise ConfigError(

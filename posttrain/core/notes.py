@@ -118,9 +118,10 @@ NOTES: dict[str, str] = {
         "update: with one update a batch all are the same, as in the paper"
     ),
     "m2po": (
-        "the mask takes the clip's place. It is made over the whole minibatch, largest first, from start/mu, of the "
-        "tokens that are pushed further from mu, as in the authors' code (which makes it again from pi/mu at every "
-        "update and each micro-batch); AReaL masks of all tokens: tokens.of=all"
+        "the mask takes the clip's place. It is made for each update over the whole minibatch, largest first, from "
+        "pi/mu, of the tokens that are pushed further from mu, as in the authors' code (which makes it in each "
+        "micro-batch, counts what is masked as capped, and masks no ratio within its floor of .7 to 1.5); AReaL masks "
+        "of all tokens: tokens.of=all"
     ),
     "sapo": "on policy its gradient is grpo's without KL; peers allow no other aggregate",
     "gspo": (

@@ -130,3 +130,15 @@ class StepValues:
         (0.0, 0.375, 1.0)
         """
         return tuple(r / n for r, n in zip(self.right, self.asked, strict=True))
+
+    def best_of(self, count: int) -> tuple[float, ...]:
+        """The chance that the best of `count` completions is right, of each step: without bias from all that were
+        judged, 1 - C(wrong, count) / C(asked, count). It is the value of a prover that answers so (2410.08146). Where
+        fewer were judged, it is that of as many; the answer itself is as right as it is.
+
+        >>> values = StepValues(right=(0, 1, 3, 1), asked=(4, 4, 4, 1))
+        >>> values.best_of(1) == values.soft, values.best_of(2)
+        (True, (0.0, 0.5, 1.0, 1.0))
+        """
+        each = [(r, n, min(count, n)) for r, n in zip(self.right, self.asked, strict=True)]
+        return tuple(1 - math.comb(n - r, k) / math.comb(n, k) for r, n, k in each)

@@ -23,6 +23,9 @@ class StepLabeling(Stage):
     """Text that ends a step."""
     completions: int = 8
     """Completions from the end of each step."""
+    prover: int = 1
+    """The soft label is the chance that the best of so many completions is right: the value of a prover that is best of
+    K of the policy (PAV, 2410.08146). 1: of a single one. At most `completions`."""
     prompts: int = 32
     """Prompts asked in a step."""
     siblings: int = 4
@@ -38,9 +41,14 @@ class StepLabeling(Stage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("completions", "prompts", "siblings"):
+        for name in ("completions", "prover", "prompts", "siblings"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{self.name}.{name}={getattr(self, name)}: must be >= 1")
+        if self.prover > self.completions:
+            raise ConfigError(
+                f"{self.name}.prover={self.prover}: the best of {self.prover} is told from as many completions at"
+                f" least, and there are {self.completions} (completions)"
+            )
         if not self.separator:
             raise ConfigError(
                 f"{self.name}.separator is empty: give the text that ends a step, such as ';' or a line's end"

@@ -203,6 +203,12 @@ START = Stream(
     "ratios with anchor=start, corrections, V-trace and a KL in the credit. It is left out where the first optimizer"
     " step is the only one: there the policy is its own start",
 )
+NOW = Stream(
+    "now",
+    "float32",
+    "the learner's log-probs before the optimizer step that is made of this minibatch",
+    "tokens=secondmoment, in every optimizer step of a batch but the first, where they are those of the start",
+)
 REFERENCE = Stream("reference", "float32", "the frozen reference's log-probs", "a KL to the reference")
 VALUE = Stream(
     "values",

@@ -335,6 +335,9 @@ REGISTRY: dict[str, Definition] = {
     "policy/clip_high": Definition(
         "share of tokens silenced above the trust region", "share", "< 0.2; 0 with one optimizer step a step"
     ),
+    "policy/masked": Definition(
+        "share of tokens masked by the choice of tokens (tokens=...); where it masks any", "share", "no band"
+    ),
     "policy/answer_ratio": Definition(
         "pi(y) / mu(y) of a response, not bounded, mean over responses; where step_scale reads it", "1", "near 1"
     ),

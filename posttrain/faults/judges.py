@@ -110,6 +110,37 @@ def _(real: Real) -> Real:
     return lambda self, text: real(self, text) + 1
 
 
+# --- a verifier of steps ---------------------------------------------------------------------------------------------
+
+
+@fault(
+    "verifier_reads_ahead",
+    seam="posttrain.role.generative_steps:GenerativeStepJudge.beginnings",
+    what="a verifier is shown the answer up to the end of the step after the one that it judges",
+    harm="each step has the score of the next one, so the step before an error is punished for it",
+    source="issue 14: labels one step late",
+    needs="verifies",
+)
+def _(real: Real) -> Real:
+    def beginnings(self: Any, e: Any) -> list[str]:
+        found = real(self, e)
+        return [*found[1:], *found[-1:]]
+
+    return beginnings
+
+
+@fault(
+    "verifier_votes_of_another_step",
+    seam="posttrain.role.generative_steps:step_verdicts",
+    what="the scores of an answer's steps come back in another order than they were voted",
+    harm="credit for an error falls on another step, and the mean score of an answer looks right",
+    source="trap of C06: the scores of steps and the steps misaligned",
+    needs="verifies",
+)
+def _(real: Real) -> Real:
+    return lambda name, r, ends, scores, resolution, why: real(name, r, ends, scores[::-1], resolution, why)
+
+
 # --- a meta reward model of its judgements ---------------------------------------------------------------------------
 
 

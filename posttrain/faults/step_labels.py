@@ -43,6 +43,22 @@ def _(real: Real) -> Real:
     return lambda self: tuple(r / (n + 1) for r, n in zip(self.right, self.asked, strict=True))
 
 
+@fault(
+    "prover_with_replacement",
+    seam="posttrain.core.process:StepValues.best_of",
+    what="the value of a best-of-K prover is made of the share of right completions, as if each could be drawn twice",
+    harm="it is too low where few of few completions are right, so that rare successes count for less",
+    source="trap of C06: 1 - (1 - c / n)^K in place of its unbiased form",
+    shows=("label.prover=2",),
+    needs="process",
+)
+def _(real: Real) -> Real:
+    def best_of(self: Any, count: int) -> tuple[float, ...]:
+        return tuple(1 - (1 - r / n) ** count for r, n in zip(self.right, self.asked, strict=True))
+
+    return best_of
+
+
 # --- the process reward model learns ---------------------------------------------------------------------------------
 
 

@@ -115,8 +115,12 @@ class GenerativeJudge:
         return self.judging.sides == 2
 
     async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
-        found: list[Verdict] = await self._thread.run(self.verdicts(episodes))
+        found: list[Verdict] = await self.run(self.verdicts(episodes))
         return [(Judged(self.name, self.weight, v, resolution=self.resolution, measured=self.measured),) for v in found]
+
+    async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work`, which runs in the judge's own thread."""
+        return await self._thread.run(work)
 
     def close(self) -> None:
         """Stop its thread."""
@@ -180,12 +184,13 @@ class GenerativeJudge:
         return await together([self._log_yes(v) for v in votes])
 
     async def _log_yes(self, vote: Vote) -> float:
-        if vote.scores is None:
-            return -np.inf
-        yes, no = self.judging.ends
-        before = vote.text[: max(vote.text.rfind(yes), vote.text.rfind(no))]
-        ids = self._verdict_ids(before + yes)
-        says_yes(self.renderer, ids, before + yes)
+        return -np.inf if vote.scores is None else await self.log_says(vote, self.judging.ends[0])
+
+    async def log_says(self, vote: Vote, end: str) -> float:
+        """log p(this verdict) after the reasoning of a vote that has a verdict."""
+        before = vote.text[: max(vote.text.rfind(e) for e in self.judging.ends)]
+        ids = self._verdict_ids(before + end)
+        says_yes(self.renderer, ids, before + end)
         logp = await self.sampler.score(np.concatenate([vote.ids[: vote.spoken], ids]))
         return float(logp[vote.spoken - 1 + _shared(self.renderer.encode(before), ids) :].sum())
 
@@ -267,9 +272,9 @@ def _shared(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def says_yes(renderer: Renderer, ids: np.ndarray, text: str) -> None:
-    """InvariantError where these ids are not the text in the judge's own tokenizer."""
+    """InvariantError where these ids are not the text of a verdict in the judge's own tokenizer."""
     if (said := renderer.decode(ids)) != text:
         raise InvariantError(
-            f"the tokens whose probability counts as Yes read {said[-20:]!r} in the judge's tokenizer, not"
+            f"the tokens whose probability counts as the verdict read {said[-20:]!r} in the judge's tokenizer, not"
             f" {text[-20:]!r}: they are another tokenizer's. Encode the verdict with the tokenizer of the judge"
         )

@@ -9,7 +9,7 @@ forward pass, but it still counts in the denominators of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from posttrain.algorithm.minibatch import WHOLE, Whole
 from posttrain.algorithm.weigh import weigh
 from posttrain.core import seeds
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.batch import Batch
+from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.run import Reinforce
 from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit
@@ -39,13 +39,24 @@ class Minibatch:
 
 
 def pack(
-    credit: Credit, a: Algorithm, stage: Reinforce, *, seed: int, step: int, version: int = 0
+    credit: Credit,
+    a: Algorithm,
+    stage: Reinforce,
+    *,
+    seed: int,
+    step: int,
+    version: int = 0,
+    now: Callable[[Packed], np.ndarray] | None = None,
 ) -> Iterator[Minibatch]:
     """Cut the step's groups into `minibatches` of whole groups, `epochs` times. Each later epoch has a new order.
+
+    A minibatch is made when it is asked for, after the optimizer steps on those before it.
 
     Args:
         a: the stage's algorithm with its adaptive coefficients as they are now.
         version: of the weights at the start of the step.
+        now: log-probs under the learner's weights of the moment, for what chooses tokens by them. None: no optimizer
+            step is taken between the minibatches.
     """
     groups = [g for g in credit.groups if any(not e.dropped for e in g.episodes)]
     if not groups:
@@ -68,6 +79,7 @@ def pack(
                 first=step_of == 0,
                 versions=(version, version + step_of + 1),
                 rng=rng,
+                now=None if step_of == 0 else now,
             )
 
 
@@ -79,6 +91,7 @@ def _minibatch(
     first: bool,
     versions: tuple[int, int],
     rng: np.random.Generator,
+    now: Callable[[Packed], np.ndarray] | None,
 ) -> Minibatch:
     members = [(i, e) for i, g in enumerate(groups) for e in g.episodes if not e.dropped]
     per_token = weigh(a.aggregate, [e.episode.spoken for _, e in members], [i for i, _ in members], max_tokens)
@@ -91,7 +104,7 @@ def _minibatch(
         return Minibatch(None, first, len(members))
     credits = [e for e, _ in loud]
     batch = _batch(credits, np.array([w for _, w in loud]))
-    look = Whole(a, batch, credits, versions, rng)
+    look = Whole(a, batch, credits, versions, rng, now)
     return Minibatch(
         batch.having({stream: x_M for maker in WHOLE for stream, x_M in maker.make(look).items()}), first, len(members)
     )

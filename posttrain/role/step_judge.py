@@ -76,28 +76,13 @@ class StepJudge:
         Raises:
             ConfigError: the episode has several turns.
         """
-        if len(e.turns) > 1:
-            raise ConfigError(
-                f"reward model {self.name} scores the steps of an answer, and an answer to task {e.task.id!r} has"
-                f" {len(e.turns)} turns: use an environment without tools or seats, or a reward model of whole answers"
-            )
+        one_turn(self.name, e)
         said = e.segments[-1].ids[e.segments[-1].mask]
         return self.ends.upto(said, step_ends(self.ends.text(said), self.separator)) if len(said) else ()
 
     def given(self, ends: Sequence[int], scores: Sequence[float]) -> tuple[Judged, ...]:
         """The verdicts of an episode from its steps' ends and scores."""
-        r = self.reward
-        bad = [x for x in scores if not np.isfinite(x)]
-        if bad:
-            return (Judged(self.name, r.weight, Verdict.failed("not finite", f"it scores {bad[0]}")),)
-        if r.steps == "outcome":
-            one = Verdict.value(aggregated(scores, r.aggregate), why=", ".join(f"{x:.3f}" for x in scores))
-            return (Judged(self.name, r.weight, one, resolution=self.resolution, measured=r.measured),)
-        each = progress(scores) if r.progress else scores
-        return tuple(
-            Judged(self.name, r.weight, Verdict.value(x), end, r.steps == "pay", self.resolution)
-            for end, x in zip(ends, each, strict=True)
-        )
+        return step_verdicts(self.name, self.reward, ends, scores, self.resolution)
 
     def _scores(self, read: Sequence[Segment]) -> list[np.ndarray]:
         """The score at each spoken token of each segment."""
@@ -106,3 +91,41 @@ class StepJudge:
         packed = Packed.of(read)
         score_M = self.scorer.tokens(packed)
         return [score_M[packed.segment_M == s] for s in range(len(read))]
+
+
+def one_turn(name: str, e: Episode) -> None:
+    """ConfigError where an episode has several turns."""
+    if len(e.turns) > 1:
+        raise ConfigError(
+            f"reward model {name} scores the steps of an answer, and an answer to task {e.task.id!r} has"
+            f" {len(e.turns)} turns: use an environment without tools or seats, or a reward model of whole answers"
+        )
+
+
+def step_verdicts(
+    name: str, r: Reward, ends: Sequence[int], scores: Sequence[float], resolution: float, why: Sequence[str] = ()
+) -> tuple[Judged, ...]:
+    """The verdicts of an episode, as the reward says, from its steps' ends and scores. `why`: of each step, for the
+    record."""
+    bad = [x for x in scores if not np.isfinite(x)]
+    if bad:
+        return (Judged(name, r.weight, Verdict.failed("not finite", f"it scores {bad[0]}")),)
+    if r.steps == "outcome":
+        said = " ".join(why) or ", ".join(f"{x:.3f}" for x in scores)
+        one = Verdict.value(aggregated(scores, r.aggregate), why=said)
+        return (Judged(name, r.weight, one, resolution=resolution, measured=r.measured),)
+    each = progress(scores) if r.progress else scores
+    return tuple(
+        Judged(name, r.weight, Verdict.value(x, why=said), end, r.steps == "pay", resolution)
+        for end, x, said in zip(ends, each, why or [""] * len(scores), strict=True)
+    )
+
+
+def paid_by(r: Reward) -> str:
+    """What becomes of the scores of steps, for people."""
+    what = {
+        "score": "each step's score, read by algorithms that compare steps",
+        "pay": "each step's score, paid at its end",
+        "outcome": f"the {r.aggregate} of its steps' scores",
+    }[r.steps]
+    return what + (", as progress over the step before" if r.progress else "")

@@ -115,6 +115,8 @@ class LabelledAnswer:
     tokens: tuple[int, ...]
     """Spoken tokens up to the end of each step."""
     values: StepValues
+    soft: tuple[float, ...] = ()
+    """The soft label of each step."""
     completions: tuple[tuple[Episode, ...], ...] = ()
     """The completions from the end of each step. Of the last step of an answer that ended: the answer itself."""
 
@@ -126,7 +128,7 @@ class LabelledAnswer:
             "prompt": e.task.prompt,
             "completions": list(self.steps),
             "labels": list(self.values.hard),
-            "values": list(self.values.soft),
+            "values": list(self.soft),
             "right": list(self.values.right),
             "asked": list(self.values.asked),
             "step": step,
@@ -190,7 +192,12 @@ class StepLabeler:
         values = StepValues(
             right=tuple(sum(x >= SOLVED for x in own) for own in judged), asked=tuple(len(own) for own in judged)
         )
-        return LabelledAnswer(e, steps_of_text(e.text, self.stage.separator), tokens, values, completions)
+        steps, soft = steps_of_text(e.text, self.stage.separator), self.soft(values)
+        return LabelledAnswer(e, steps, tokens, values, soft, completions)
+
+    def soft(self, values: StepValues) -> tuple[float, ...]:
+        """The soft labels: the share of right completions, or the value of a prover."""
+        return values.soft if self.stage.prover == 1 else values.best_of(self.stage.prover)
 
     def said(self, e: Episode) -> np.ndarray:
         """The spoken tokens of an answer.

@@ -11,6 +11,9 @@ from posttrain.core.process import Aggregate
 Scored = Literal["nothing", "answers", "steps"]
 """What a search reads: no score, a score of each whole answer, or a score of each step."""
 
+TreeRule = Literal["puct", "ucb"]
+"""Which beginning of a tree goes on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchKind:
@@ -121,7 +124,7 @@ class BeamSearch(SearchKind):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSearch(SearchKind):
-    """A tree of beginnings; PUCT (1712.01815) chooses which goes on."""
+    """A tree of beginnings; PUCT (1712.01815) or UCB chooses which goes on."""
 
     word = "tree"
     shown = ("expansions", "expand")
@@ -132,6 +135,8 @@ class TreeSearch(SearchKind):
     """Continuations of a beginning."""
     exploration: float = 1.0
     """How much a beginning that was looked at seldom counts, beside what was found below it."""
+    rule: TreeRule = "puct"
+    """puct: it looks at the others as the square root of all visits. ucb: as their logarithm (UCT)."""
 
 
 ONE = BestOfN(count=1)

@@ -53,7 +53,12 @@ async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
             chosen = await beam(search, task, width=kind.width, expand=kind.expand)
         case TreeSearch():
             chosen = await tree_search(
-                search, task, expansions=kind.expansions, expand=kind.expand, exploration=kind.exploration
+                search,
+                task,
+                expansions=kind.expansions,
+                expand=kind.expand,
+                exploration=kind.exploration,
+                rule=kind.rule,
             )
         case _:
             raise InvariantError(f"nothing plays a {type(kind).__name__}: give it a case in posttrain/search/play.py")

@@ -1,4 +1,5 @@
-"""Tree search over steps: PUCT chooses which beginning goes on, and what is found is told to all nodes above it."""
+"""Tree search over steps: PUCT or UCB chooses which beginning goes on, and what is found is told to all nodes above
+it."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from posttrain.core.types import Task
 from posttrain.search.audit import tree_adds_up
+from posttrain.search.kinds import TreeRule
 from posttrain.search.steps import Beginning, StepSearch
 
 
@@ -29,12 +31,19 @@ class TreeNode:
         """The mean of what was found at it and below it; 0 before the first visit."""
         return self.total / self.visits if self.visits else 0.0
 
-    def chosen(self, exploration: float) -> TreeNode:
-        """The child with the largest value + exploration / K * sqrt(visits of the parent) / (1 + its own), of its K
-        children that are not finished (PUCT with an even prior, 1712.01815)."""
-        prior = exploration / len(self.children)
+    def chosen(self, exploration: float, rule: TreeRule = "puct") -> TreeNode:
+        """The child with the largest value + bonus, of its K children that are not finished.
+
+        The bonus of PUCT with an even prior (1712.01815) is exploration / K * sqrt(visits of the parent) / (1 + its
+        own); that of UCB (UCT, Kocsis and Szepesvari 2006) is exploration * sqrt(ln(visits of the parent) / its own).
+        """
         going = [c for c in self.children if not c.finished]
-        return max(going, key=lambda c: c.value + prior * math.sqrt(self.visits) / (1 + c.visits))
+        return max(going, key=lambda c: c.value + exploration * self._bonus(c, rule))
+
+    def _bonus(self, child: TreeNode, rule: TreeRule) -> float:
+        if rule == "puct":
+            return math.sqrt(self.visits) / (len(self.children) * (1 + child.visits))
+        return math.sqrt(math.log(self.visits) / child.visits) if child.visits else math.inf
 
     @property
     def finished(self) -> bool:
@@ -56,13 +65,14 @@ class TreeNode:
 
 
 async def tree_search(
-    search: StepSearch, task: Task, *, expansions: int, expand: int, exploration: float = 1.0
+    search: StepSearch, task: Task, *, expansions: int, expand: int, exploration: float = 1.0, rule: TreeRule = "puct"
 ) -> Beginning:
     """The best answer of a tree search, of those that ended. Where none did, the best beginning is ended.
 
     Args:
         expansions: how often a node is given children.
         expand: continuations of a node.
+        rule: which node goes on.
     """
     root = TreeNode(Beginning(np.zeros(0, np.int32)))
     for number in range(expansions):
@@ -70,7 +80,7 @@ async def tree_search(
             break
         node = root
         while node.children:
-            node = node.chosen(exploration)
+            node = node.chosen(exploration, rule)
         grown = await search.grown(task, [node.beginning], expand, f"tree/{number}")
         node.children = [TreeNode(b, node) for b in grown]
         for child in node.children:

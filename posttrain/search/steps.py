@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,6 +27,14 @@ from posttrain.role.probe import READ
 from posttrain.role.step_judge import StepScorer
 from posttrain.role.steps import TokenEnds
 from posttrain.search.audit import said_by_one_version
+
+
+class StepVerifier(Protocol):
+    """What reads an answer up to the end of a step, and says how good it is so far."""
+
+    async def of_beginnings(self, task: Task, texts: Sequence[str]) -> list[float | None]:
+        """The score of each of these beginnings; None where there is none."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +61,9 @@ class StepSearch:
         prompt: the prompt of a task as token ids.
         text: decodes token ids, without the stop token.
         sampling: of the policy, resolved; a search over steps stops it at each separator.
-        judge: scores whole answers, where there is no `scorer`.
-        verified: whole answers are scored by the environment's own verdict, where neither of these is given.
+        verifier: scores steps, where there is no `scorer`.
+        judge: scores whole answers, where there is neither.
+        verified: whole answers are scored by the environment's own verdict, where none of these is given.
         budget: tokens a task; a search that has spent them begins nothing more. 0: no limit.
         version: of the weights that say all of it. None: those that say the first token.
     """
@@ -70,6 +79,7 @@ class StepSearch:
     seed: int = 0
     judge: EpisodeJudge | None = None
     verified: bool = False
+    verifier: StepVerifier | None = None
     budget: int = 0
     version: int | None = None
     spent_on: Counter[str] = field(default_factory=Counter[str])
@@ -142,6 +152,8 @@ class StepSearch:
             return []
         if self.scorer is not None:
             return self._by_steps(self.scorer, task, ones)
+        if self.verifier is not None:
+            return await self._verified(self.verifier, task, ones)
         if self.judge is not None:
             episodes = [self._episode(task, b, i) for i, b in enumerate(ones)]
             values = [outcome(judged) for judged in await self.judge.judge(episodes)]
@@ -160,6 +172,20 @@ class StepSearch:
             own = score_M[packed.segment_M == s]
             at = ends.upto(b.ids, step_ends(self.text(b.ids), self.separator))
             out.append(replace(b, scores=tuple(own[np.array(at, np.int64) - 1].tolist()) if at else ()))
+        return out
+
+    async def _verified(self, verifier: StepVerifier, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
+        """The steps that have no score yet are verified, equal beginnings once. An answer of which a step could not be
+        judged has no score."""
+        texts = [self.text(b.ids) for b in ones]
+        upto = [[t[:end] for end in step_ends(t, self.separator)] for t in texts]
+        asked = list(dict.fromkeys(t for b, own in zip(ones, upto, strict=True) for t in own[len(b.scores) :]))
+        found = dict(zip(asked, await verifier.of_beginnings(task, asked), strict=True))
+        out: list[Beginning] = []
+        for b, own in zip(ones, upto, strict=True):
+            new = [found[t] for t in own[len(b.scores) :]]
+            read = tuple(x for x in new if x is not None)
+            out.append(replace(b, scores=(*b.scores, *read) if len(read) == len(new) else ()))
         return out
 
     def _segment(self, task: Task, b: Beginning) -> Segment:

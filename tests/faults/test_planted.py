@@ -66,6 +66,7 @@ def test_at_least_nine_in_ten_are_caught() -> None:
         "judging",
         "votes",
         "yes",
+        "verifies",
         "process",
         "implicit",
         "regenerate",

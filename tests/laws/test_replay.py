@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 from posttrain.algorithm.credit import credit_step
 from posttrain.checks.expected import expected_credit
+from posttrain.controller.step import moved
 from posttrain.core.algorithm import Algorithm
+from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import DR_GRPO, GRPO, RLOO
+from posttrain.core.ports import Learner
 from posttrain.core.replay import Replay
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Scored, ScoredGroup
@@ -91,6 +94,23 @@ def test_a_group_that_the_policy_has_left_behind_leaves() -> None:
     drawn = buffer.draw(2, lambda g: 0.6 if g.task.id in "02" else 0.4)
     assert sorted(g.task.id for g in drawn) == ["1", "3"]
     assert buffer.gauges()["replay/left_by_ratio"].sum == 2 and len(buffer.held) == 2
+
+
+def test_how_far_a_group_is_left_behind_is_said_of_sampled_tokens_alone() -> None:
+    """A demonstration among the siblings has no sampler; its log-probs are written as 0."""
+
+    class Even:
+        def score(self, packed: Packed) -> np.ndarray:
+            return np.full(packed.spoken, -1.25, np.float32)
+
+    said = group("a", 0)
+    shown = Transcript(Sampling(max_tokens=4))
+    shown.see(np.array([1, 2], np.int32))
+    shown.show(np.array([3, 4], np.int32))
+    mine = (Judged("mine", 1.0, Verdict.value(1.0)),)
+    third = Episode(said.task, 0, 2, (shown.segment(),), Stop.SAID, mine)
+    for one in (said, replace(said, episodes=(*said.episodes, third))):
+        assert moved(cast("Learner", Even()), one) == pytest.approx(0.25)
 
 
 def test_groups_without_a_verdict_are_not_held() -> None:

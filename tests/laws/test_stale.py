@@ -10,15 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from law_toys import batch_of
+from law_toys import STAGE, batch_of
 from law_world import L_MAX, World, world
 
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.losses import STEP_SHARE, PolicyLoss
+from posttrain.algorithm.minibatch import CHOSEN
 from posttrain.algorithm.objective import Terms
 from posttrain.algorithm.sample import early_weight
 from posttrain.algorithm.step_scale import ANSWER_RATIO, ANSWER_RATIO_SQUARE, step_share
 from posttrain.core.algorithm import Algorithm, patch
+from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ladder import (
@@ -29,6 +31,7 @@ from posttrain.core.ladder import (
     ICEPOP,
     IW_OPD,
     LUSPO,
+    M2PO,
     MOPD,
     OPD,
     OTB,
@@ -37,7 +40,10 @@ from posttrain.core.ladder import (
 )
 from posttrain.core.pieces.baseline import OffPolicyMean
 from posttrain.core.pieces.step import EffectiveSize
+from posttrain.core.pieces.token import SecondMoment
 from posttrain.core.pieces.trust import Clip
+from posttrain.core.streams import ADVANTAGE, MU, START
+from posttrain.role.pack import pack
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 PLAIN = patch(DR_GRPO, "opob", "-", baseline=OffPolicyMean())
@@ -208,3 +214,68 @@ def test_the_token_baseline_of_several_turns_is_otb() -> None:
         assert found[:shared] == pytest.approx((e.R - b)[:shared])
         assert not np.any(found[second:])
     assert any(len(e.turns) > 1 for e in here.eps)
+
+
+# --- the mask of m2po ------------------------------------------------------------------------------------------------
+
+LIMIT = 0.04
+
+
+def outward(gap: np.ndarray, advantage: np.ndarray) -> np.ndarray:
+    """M2PO's mask by its definition: of the tokens that are pushed away from mu, the largest are masked one by one."""
+    kept = np.ones(len(gap), bool)
+    away = [i for i in range(len(gap)) if gap[i] * advantage[i] > 0]
+    while (left := [i for i in away if kept[i]]) and np.mean(gap[left] ** 2) > LIMIT:
+        kept[max(left, key=lambda i: abs(gap[i]))] = False
+    return kept
+
+
+@laws
+@given(st.integers(0, 2**32 - 1), st.integers(1, 2), st.integers(1, 3))
+def test_m2po_masks_by_the_policy_of_each_update(seed: int, minibatches: int, epochs: int) -> None:
+    """Each update's mask is that of its own policy, over its whole minibatch; the first one's is that of the start."""
+    rng = np.random.default_rng(seed)
+    step = [scored_group(f"t{i}", [_answer(rng, 1.0), _answer(rng, 0.0)]) for i in range(2)]
+    made = credit_step(M2PO, step, max_tokens=L_MAX, ema=0.0)
+    stage = replace(STAGE, algorithm=M2PO, prompts=2, siblings=2, minibatches=minibatches, epochs=epochs)
+    moved = list[np.ndarray]()
+
+    def now(packed: Packed) -> np.ndarray:
+        moved.append(rng.normal(-2, 0.4, packed.spoken).astype(np.float32))
+        return moved[-1]
+
+    for update, minibatch in enumerate(pack(made, M2PO, stage, seed=0, step=1, now=now)):
+        assert len(moved) == update, "a minibatch is made after the update before it, and the first needs no scores"
+        batch = minibatch.batch
+        assert batch is not None
+        before = (moved[-1] if update else batch[START]).astype(np.float64)
+        assert batch[CHOSEN].tolist() == outward(before - batch[MU], batch[ADVANTAGE]).tolist()
+    assert len(moved) == minibatches * epochs - 1
+
+
+def _answer(rng: np.random.Generator, reward: float) -> PlainEpisode:
+    mu, start = rng.normal(-2, 0.4, (2, 5)).astype(np.float32)
+    return PlainEpisode(reward, [[5]], mu, start)
+
+
+def test_what_a_choice_masks_is_counted() -> None:
+    """`policy/masked` is the number of tokens that the choice leaves out; algorithms without one do not have it."""
+    here = world(patch(M2PO, "m2po_tight", "-", tokens=SecondMoment(limit=0.01)), 0)
+    masked = int((~here.batch[CHOSEN]).sum())
+    (told,) = here.terms(here.batch)
+    assert masked and told.gauges["policy/masked"] == Gauge(masked, here.batch.spoken)
+    (other,) = world(TIS, 0).terms(world(TIS, 0).batch)
+    assert "policy/masked" not in other.gauges
+
+
+def test_m2po_alone_asks_for_scores_between_updates() -> None:
+    rng = np.random.default_rng(0)
+    made = credit_step(GRPO, [scored_group("t", [_answer(rng, r) for r in (0.0, 1.0)])], max_tokens=L_MAX, ema=0.0)
+    stage = replace(STAGE, prompts=1, siblings=2, epochs=3)
+    assert len(list(pack(made, patch(GRPO, "g", "-", pull=None), stage, seed=0, step=1, now=_nobody_asks))) == 3
+    with pytest.raises(AssertionError, match="nobody asks"):
+        list(pack(made, M2PO, stage, seed=0, step=1, now=_nobody_asks))
+
+
+def _nobody_asks(packed: Packed) -> np.ndarray:
+    raise AssertionError("nobody asks for this")

@@ -57,6 +57,23 @@ def test_healthy_runs_trip_nothing(name: str, seed: int, model: Path, tmp_path: 
     assert healthy(name, seed, model, tmp_path).tripped == ""
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_healthy_runs_that_ask_ahead_trip_nothing(
+    staleness: int, deterministic: bool, model: Path, tmp_path: Path
+) -> None:
+    """Some of them, by a printed seed, with a tool whose time no seed decides. `benchmarks/healthy.py --ahead` plays
+    random ones."""
+    seed = int(os.environ.get("POSTTRAIN_SEED", "0"))
+    rng = random.Random(f"{seed}/{staleness}/{deterministic}")
+    ahead = (f"rl.staleness={staleness}", f"deterministic={str(deterministic).lower()}", "env.name=waits")
+    for name in rng.sample((*HEALTHY, *STALE), AT_ONCE):
+        print(f"POSTTRAIN_SEED={seed}: {name} at staleness {staleness}")
+        assert healthy(name, rng.choice(SEEDS), model, tmp_path, *ahead).tripped == ""
+
+
+AT_ONCE = 2
+"""Healthy runs of each kind."""
 STALE = ("tis", "icepop", "decoupled_ppo", "a3po", "m2po", "v_trace", "aipo", "vcpo")
 """Lines that are made for stale answers."""
 

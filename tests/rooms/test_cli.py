@@ -26,6 +26,7 @@ from posttrain.core.errors import ConfigError, DataError, RewardError
 from posttrain.core.formula import formula, formulas
 from posttrain.core.ladder import LADDER
 from posttrain.core.preference_ladder import PREFERENCES
+from posttrain.recipe.recipes import RECIPES
 
 PYTHON = (sys.executable, "-m", "posttrain.cli")
 
@@ -86,6 +87,16 @@ def test_help_of_a_recipe_lists_its_settings(capsys: pytest.CaptureFixture[str])
     assert main(["run", "ladder", "rl.steps=7", "--help"]) == 0
     text = capsys.readouterr().out
     assert "rl.steps = 7 " in text and "rl.algorithm = dr_grpo" in text and "reinforce_ema" not in text
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_settings_of_a_recipe_keep_to_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a path of the machine may be longer than a line."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["run", name, "--help"]) == 0
+    assert not [x for x in capsys.readouterr().out.splitlines() if len(x) > 80 and "/" not in x]
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

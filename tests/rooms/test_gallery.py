@@ -34,6 +34,7 @@ SETTINGS: dict[str, list[dict[str, Scalar]]] = {
     "programs": [{}],
     "replies": [{}, {"numbers": 4, "max_number": 99, "noise": 0.2, "annotators": 3}],
     "shop": [{}, {"turns": 3}],
+    "verify": [{}, {"format": "genprm", "world": "arithmetic min_terms=5 max_terms=6 ops=+-"}],
 }
 HELDOUT = {"programs": 30}
 """Fewer where an answer costs a process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,12 @@ from posttrain.core.step_labels import StepLabeling
 from posttrain.core.streams import STEP
 from posttrain.core.tree import from_plain, to_plain
 from posttrain.core.types import Episode, Task
-from posttrain.core.verdict import SOLVED
+from posttrain.core.verdict import SOLVED, Judged, Verdict, outcome
 from posttrain.diagnose.process_bench import ProcessBenchScore
 from posttrain.engine.learner import HFLearner
 from posttrain.environment.make import environment
 from posttrain.role.ranked import reward_batch
+from posttrain.role.step_judge import step_verdicts
 from posttrain.role.step_scores import step_scores
 from posttrain.role.steps import TokenEnds
 
@@ -77,6 +79,33 @@ def test_aggregates_and_labels_by_hand() -> None:
     assert (first_error(scores), first_error((0.9, 0.6)), first_error((0.1,))) == (1, -1, 0)
     with pytest.raises(InvariantError, match="without a step"):
         aggregated((), "min")
+
+
+def test_the_value_of_a_prover_is_that_of_all_choices_of_its_completions() -> None:
+    """Best of K, by listing every choice of K of the completions; the mean of it over draws of n is 1 - (1 - p)^K."""
+    for right, asked in product(range(6), (1, 2, 5)):
+        if right > asked:
+            continue
+        for k in range(1, 7):
+            listed = [any(c) for c in combinations([True] * right + [False] * (asked - right), min(k, asked))]
+            found = StepValues(right=(right,), asked=(asked,)).best_of(k)
+            assert found == pytest.approx((sum(listed) / len(listed),))
+    p, n, k = 0.3, 8, 3
+    chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    values = StepValues(right=tuple(range(n + 1)), asked=(n,) * (n + 1)).best_of(k)
+    assert math.fsum(a * b for a, b in zip(chances, values, strict=True)) == pytest.approx(1 - (1 - p) ** k)
+
+
+def test_progress_under_a_prover_beside_the_outcome_by_hand() -> None:
+    """C06, PAV: Q .6, A(mu) = .3 - .2 = .1, alpha 3: .9. The outcome is the environment's, alpha the reward's weight,
+    and the payments of an answer sum to alpha times the prover's last value."""
+    pav = Reward(function="model:x", steps="pay", progress=True, weight=3.0)
+    steps = step_verdicts("x", pav, (4, 9), (0.2, 0.3), 0.0)
+    own = Judged("world", 1.0, Verdict.value(0.6))
+    second = steps[1]
+    assert second.paid and (second.end, own.verdict.score) == (9, 0.6)
+    assert 0.6 + second.weight * (second.verdict.score or 0.0) == pytest.approx(0.9)
+    assert outcome((own, *steps)) == pytest.approx(0.6 + 3 * 0.3)
 
 
 def test_the_score_of_process_bench() -> None:
@@ -129,6 +158,24 @@ def test_a_completion_goes_on_from_its_step_and_the_label_is_its_verdict(made: A
             assert all(said(c)[: a.tokens[k]].tolist() == begin and c.task.id == a.episode.task.id for c in own)
             assert a.values.right[k] == sum((c.reward or 0.0) >= SOLVED for c in own)
             assert a.values.asked[k] == len(own) == (1 if own == (a.episode,) else LABEL.completions)
+
+
+@pytest.mark.prove
+def test_rows_have_the_value_of_the_prover(tmp_path: Path) -> None:
+    run = process_run()
+    imitation, label = run.stages[:2]
+    assert isinstance(label, StepLabeling)
+    env = replace(run.env, rewards=())
+    run = replace(run, env=env, stages=(imitation, replace(label, prover=3)))
+    posttrain.run(run, out=tmp_path / "run", quiet=True)
+    (folder,) = (tmp_path / "run" / "kept").glob("*-rows")
+    rows = rows_of(folder)
+    between = 0
+    for row in rows:
+        values = StepValues(right=tuple(row["right"]), asked=tuple(row["asked"]))
+        assert row["values"] == list(values.best_of(3)) and all(map(math.isfinite, row["values"]))
+        between += sum(v != s for v, s in zip(row["values"], values.soft, strict=True))
+    assert between > 0, "some step has completions of both kinds"
 
 
 @pytest.mark.prove
@@ -233,6 +280,15 @@ def test_a_label_is_at_the_last_token_of_its_step(made: Any) -> None:
 def test_a_stage_that_means_nothing_is_refused(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         stage_of(**change)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [({"prover": 5, "completions": 4}, "the best of 5 is told from as many"), ({"prover": 0}, "must be >= 1")],
+)
+def test_a_prover_needs_as_many_completions(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        StepLabeling(name="label", **wrong)
 
 
 def test_labels_come_from_an_earlier_stage_with_the_same_separator() -> None:

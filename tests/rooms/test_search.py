@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from posttrain.core.verdict import Judged, Verdict
 from posttrain.search.audit import said_by_one_version, tree_adds_up, worth_is
 from posttrain.search.beam import beam
 from posttrain.search.curves import SearchPoint, frontier, search_point
-from posttrain.search.kinds import KINDS, ONE, BeamSearch, BestOfN, MajorityVote, SearchKind, TreeSearch
+from posttrain.search.kinds import KINDS, ONE, BeamSearch, BestOfN, MajorityVote, SearchKind, TreeRule, TreeSearch
 from posttrain.search.play import ANSWERS, play
 from posttrain.search.puct import TreeNode, tree_search
 from posttrain.search.steps import Beginning, StepSearch
@@ -153,10 +154,74 @@ def test_puct_takes_the_good_child_and_looks_at_the_others() -> None:
     assert root.chosen(0.0) is root.children[1]
 
 
-def test_a_tree_finds_the_best_answer() -> None:
+def bandit(rule: TreeRule, pulls: int, values: tuple[float, float] = (0.9, 0.5)) -> tuple[int, int]:
+    """How often each of two children with these values is chosen."""
+    root = TreeNode(Beginning(np.zeros(0, np.int32)))
+    root.children = [TreeNode(Beginning(np.array([i], np.int32)), root) for i in (1, 2)]
+    for child, value in zip(root.children, values, strict=True):
+        child.back_up(value)
+    for _ in range(pulls):
+        child = root.chosen(1.0, rule)
+        child.back_up(values[root.children.index(child)])
+    first, second = (c.visits - 1 for c in root.children)
+    return first, second
+
+
+def test_ucb_and_puct_by_hand() -> None:
+    """Values .9 with 20 visits and .2 with 2. UCB: .9 + sqrt(ln 22 / 20) = 1.293 and .2 + sqrt(ln 22 / 2) = 1.443.
+    PUCT: .9 + sqrt(22) / 42 = 1.012 and .2 + sqrt(22) / 6 = .982."""
+    root = TreeNode(Beginning(np.zeros(0, np.int32)))
+    root.children = [TreeNode(Beginning(np.array([i], np.int32)), root) for i in (1, 2)]
+    for child, value, visits in zip(root.children, (0.9, 0.2), (20, 2), strict=True):
+        for _ in range(visits):
+            child.back_up(value)
+    assert root.chosen(1.0, "ucb") is root.children[1] and root.chosen(1.0, "puct") is root.children[0]
+    assert root.chosen(0.5, "ucb") is root.children[0]
+    new = TreeNode(Beginning(np.array([3], np.int32)), root)
+    root.children.append(new)
+    assert root.chosen(0.5, "ucb") is new, "what was never looked at comes first"
+
+
+def test_ucb_looks_at_a_worse_child_as_the_logarithm_of_all_visits_and_puct_as_their_root() -> None:
+    """After N visits both children are worth the same with their bonus, so that n visits of the one that is worse by d
+    fulfil sqrt(ln N / n) = d + sqrt(ln N / (N - n)), or sqrt(N) / (2 (1 + n)) = d + sqrt(N) / (2 (1 + N - n))."""
+    for pulls in (400, 6400):
+        ucb, puct = (bandit(rule, pulls)[1] for rule in ("ucb", "puct"))
+        logs, root = math.log(pulls + 2), math.sqrt(pulls + 2) / 2
+        assert ucb == pytest.approx(logs / (0.4 + math.sqrt(logs / (pulls - ucb))) ** 2, abs=2)
+        assert puct == pytest.approx(root / (0.4 + root / (pulls - puct)), abs=2)
+    assert bandit("ucb", 6400)[1] < 2.5 * bandit("ucb", 400)[1]
+    assert bandit("puct", 6400)[1] > 3.5 * bandit("puct", 400)[1]
+
+
+@pytest.mark.parametrize("rule", ["puct", "ucb"])
+def test_a_tree_finds_the_best_answer(rule: TreeRule) -> None:
     s = tools()
-    found = asyncio.run(tree_search(s, TASK, expansions=24, expand=6, exploration=0.5))
+    found = asyncio.run(tree_search(s, TASK, expansions=24, expand=6, exploration=0.5, rule=rule))
     assert text(found.ids) == "a;a;a" and found.stop is Stop.SAID and s.spent > 0
+
+
+class Verifies:
+    """Scores each beginning by its last letter, and notes what it was asked. It cannot read what holds a c."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def of_beginnings(self, task: Task, texts: Sequence[str]) -> list[float | None]:
+        self.asked += texts
+        worth = {"a": 0.9, "b": 0.5}
+        return [None if "c" in t else worth[t.rstrip(";")[-1]] for t in texts]
+
+
+def test_a_verifier_that_writes_is_asked_of_each_beginning_once() -> None:
+    """A beam by its scores finds what the model's scores find. What it cannot read has no score and is worth least."""
+    reads = Verifies()
+    s = replace(tools(), scorer=None, verifier=reads)
+    found = asyncio.run(beam(s, TASK, width=2, expand=12))
+    assert text(found.ids) == "a;a;a" and found.scores == (0.9, 0.9, 0.9)
+    assert len(reads.asked) == len(set(reads.asked)) and {"a;", "b;", "c;", "a;b;"} <= set(reads.asked)
+    unread = asyncio.run(s.scored(TASK, [Beginning(np.array([1, 4, 3], np.int32))]))
+    assert unread[0].scores == () and s.worth(unread[0]) == 0.0
 
 
 # --- searches as data -------------------------------------------------------------------------------------------------
@@ -168,6 +233,7 @@ def test_a_tree_finds_the_best_answer() -> None:
         *(BestOfN(count=12), BestOfN(count=3, aggregate="product"), MajorityVote(count=5, answer="line")),
         *(MajorityVote(count=5, weighted=True, answer="line"), BeamSearch(width=2, expand=6)),
         *(TreeSearch(expansions=24, expand=6, exploration=0.5), ONE),
+        TreeSearch(expansions=24, expand=6, exploration=0.25, rule="ucb"),
     ],
 )
 def test_every_search_is_played_and_its_name_says_it(kind: SearchKind) -> None:

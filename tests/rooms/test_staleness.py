@@ -10,24 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 
+from posttrain.algorithm.choose import choose
+from posttrain.algorithm.minibatch import CHOSEN
 from posttrain.api import main
 from posttrain.controller.interrupt import Interrupted
 from posttrain.controller.stages.reinforce import ReinforceDriver
 from posttrain.core import reader
 from posttrain.core.algorithm import Algorithm, patch
+from posttrain.core.batch import Batch
 from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
-from posttrain.core.ladder import DAPO, DECOUPLED, DR_GRPO, GRPO, LUFFY
+from posttrain.core.ladder import DAPO, DECOUPLED, DR_GRPO, GRPO, LUFFY, M2PO
 from posttrain.core.pieces.shape import DropTruncated
 from posttrain.core.placement import Processes
 from posttrain.core.ports import Attempt
 from posttrain.core.replay import Replay
 from posttrain.core.run import Embedded, Reinforce, Run
 from posttrain.core.sampling import Sampling
+from posttrain.core.streams import MU, NOW
 from posttrain.core.verdict import Verdict
 from posttrain.environment.gallery import GALLERY
+from posttrain.role.trainer import Trainer
 from tests.late import Late, episodes_of, late_run, nothing_lost_or_doubled, rl_steps, through_the_queue
 from tests.prove.test_kill_sweep import digest
 from tests.tiny import tiny_run
@@ -271,6 +276,31 @@ def test_what_was_trained_on_is_as_long_as_what_was_asked(
         else:
             assert not step.gauges["rollout/trained_length"].count
     assert len(taken) == 6 and ratios and any(r != pytest.approx(1) for r in ratios) == left_out
+
+
+def test_the_mask_of_m2po_is_made_by_the_weights_of_each_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a whole run, with several updates a batch: the mask is that of the policy before the very update."""
+    step, seen, tokens = Trainer.step, list[tuple[bool, bool]](), M2PO.tokens
+    assert tokens is not None
+
+    def watched(self: Trainer, batch: Batch, *args: Any, **named: Any) -> Any:
+        if MU in batch:
+            masks = [choose(tokens, batch.having({NOW: x}), None, None) for x in (self.learner.score(batch), None)]
+            seen.append((np.array_equal(batch[CHOSEN], masks[0]), np.array_equal(batch[CHOSEN], masks[1])))
+        return step(self, batch, *args, **named)
+
+    monkeypatch.setattr(Trainer, "step", watched)
+    run = late_run(2, algorithm=M2PO, minibatches=2, epochs=2, steps=4, checkpoint_every=0, eval_every=0)
+    stage = run.stages[-1]
+    assert isinstance(stage, Reinforce)
+    played(
+        replace(run, stages=(*run.stages[:-1], replace(stage, optimizer=replace(stage.optimizer, lr=0.02)))),
+        tmp_path / "run",
+    )
+    assert len(seen) == 4 * 4 and all(now for now, _ in seen)
+    assert not all(start for _, start in seen), "some mask is not that of the start of the batch"
 
 
 def test_what_checks_sample_is_not_counted_as_a_step_s(tmp_path: Path) -> None:

@@ -72,10 +72,10 @@ def _add_search(p: ArgumentParser) -> None:
     by = p.add_argument_group(
         "searches",
         "search=NAME.SETTING=VALUE,... for each, with several values for several sizes: best_of (count), vote (count,"
-        " weighted, answer), beam (width, expand), tree (expansions, expand, exploration); all have aggregate, how the"
-        " scores of steps become one number (min, product, mean, last). search.by=model:PATH, judge:PATH or verifier:"
-        " what scores (default: the reward model of the run). search.budget=N: a search that has said N tokens for a"
-        " task begins nothing more.",
+        " weighted, answer), beam (width, expand), tree (expansions, expand, exploration, rule); all have aggregate,"
+        " how the scores of steps become one number (min, product, mean, last). search.by=model:PATH, judge:PATH or"
+        " verifier: what scores (default: the reward model of the run). search.budget=N: a search that has said N"
+        " tokens for a task begins nothing more.",
     )
     by.add_argument("--out", metavar="FILE", help=f"the picture: .svg, .png or .pdf (default: {PICTURE})")
     by.add_argument("--allow-fault", action="store_true", help="plant the bug of fault=NAME (posttrain faults)")

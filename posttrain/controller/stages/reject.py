@@ -31,6 +31,7 @@ from posttrain.role.concurrency import together
 from posttrain.role.demonstrate import demonstrated, imitated
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import KeptEvent, PlayedEvent, RegeneratedEvent
+from posttrain.role.generative_steps import GenerativeStepJudge
 from posttrain.role.kept import (
     Asked,
     Candidate,
@@ -143,7 +144,9 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         how, stage, rollout = self.stage.method.regenerate, self.stage, self.setting.rollout
         if how is None:
             return None
-        paying = [j.name for j in rollout.judges if not (isinstance(j, StepJudge) and j.reward.steps == "score")]
+        by_steps = [j for j in rollout.judges if isinstance(j, StepJudge | GenerativeStepJudge)]
+        free = {id(j) for j in by_steps if j.reward.steps == "score"}
+        paying = [j.name for j in rollout.judges if id(j) not in free]
         if paying:
             raise ConfigError(stage.judged_alone(paying[0]))
         sampling = self.parts.sampling(stage)

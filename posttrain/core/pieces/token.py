@@ -23,6 +23,9 @@ class Tokens(Piece, begin=True):
     reads_silent: ClassVar[bool] = True
     silences: ClassVar[bool] = True
     """Whether the tokens that it does not choose are masked: they have no policy gradient."""
+    reads_now: ClassVar[bool] = False
+    """Whether it chooses by the policy's log-probs before each optimizer step, not by those at the start of the batch.
+    They cost a forward pass for every optimizer step of a batch but the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,23 +96,28 @@ class TopEntropy(Tokens):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMoment(Tokens):
-    """Masks the tokens with the largest |log start/mu| until the mean square of the rest is at
-    most `limit` (M2PO, A26)."""
+    """Masks the tokens with the largest |log pi/mu| until the mean square of the rest is at most `limit` (M2PO, A26).
+
+    pi is the policy before the optimizer step. The mask is made again for each step of a batch.
+    """
+
+    reads_now = True
 
     limit: float = 0.04
-    """Largest mean square of log start/mu over the tokens of which some are masked."""
+    """Largest mean square of log pi/mu over the tokens of which some are masked."""
     of: Literal["outward", "all"] = "outward"
-    """Of which tokens. outward: those whose push leads further from the sampler (start > mu and credit above 0, start <
-    mu and credit below 0); the others always learn, as under a clip. all: of all."""
+    """Of which tokens. outward: those whose push leads further from the sampler (pi > mu and credit above 0, pi < mu
+    and credit below 0); the others always learn, as under a clip. all: of all."""
 
     def __post_init__(self) -> None:
         positive("tokens.limit", self.limit)
 
     def words(self) -> str:
         among = "of tokens that are pushed further from mu, " if self.of == "outward" else ""
-        return (
-            f"{among}the largest |log start/mu| fall silent until the mean of their squares is at most {self.limit:g}"
-        )
+        return f"{among}the largest |log pi/mu| fall silent until the mean of their squares is at most {self.limit:g}"
+
+    def uses(self) -> str:
+        return "the log-probs before every optimizer step"
 
     def reads_start_early(self, a: Algorithm) -> bool:
         return True

@@ -18,6 +18,7 @@ GALLERY: dict[str, str] = {
     "programs": "posttrain.environment.gallery.programs:Programs",
     "replies": "posttrain.environment.gallery.replies:Replies",
     "shop": "posttrain.environment.gallery.shop:Shop",
+    "verify": "posttrain.environment.gallery.verify:VerifySteps",
 }
 """Name -> module:class. The class is a frozen dataclass; its own fields are the environment's settings."""
 

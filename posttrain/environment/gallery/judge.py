@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.abilities import Abilities, Judgements, Judging
-from posttrain.core.content import conversation
-from posttrain.core.env import Env, Scalar
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.gauge import Gauges
 from posttrain.core.judgements import Label, Pair
@@ -21,6 +19,7 @@ from posttrain.core.seeds import generator
 from posttrain.core.types import Group, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.generated import GeneratedTasks
+from posttrain.environment.inner_world import conversation_text, inner_world
 from posttrain.environment.judge_bias import biases
 from posttrain.environment.judge_rules import (
     HIGHEST,
@@ -86,14 +85,7 @@ class Judge(GeneratedTasks):
         Raises:
             ConfigError: there is none of that name, a setting is wrong, or it does not know the utility.
         """
-        from posttrain.environment.make import environment
-
-        name, *words = self.world.split() or [""]
-        settings = {k: _scalar(v) for k, _, v in (w.partition("=") for w in words)}
-        try:
-            found = environment(Env(name=name, args=settings, heldout=0), seed=WORLD_SEED)
-        except ConfigError as error:
-            raise ConfigError(f"env judge: world={self.world!r}: {error}") from error
+        found = inner_world(self.name, self.world, WORLD_SEED, heldout=0)
         offered = found.abilities.judgements
         if offered is None or offered.utility is None or offered.features is None or "pair" not in offered.kinds:
             raise ConfigError(
@@ -314,11 +306,6 @@ class Judge(GeneratedTasks):
         return "".join(_initials(self._features(inner, "")).values()) + ";"
 
 
-def conversation_text(task: Task) -> str:
-    """The question of a task, as a judge reads it."""
-    return task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
-
-
 def _answered(task: Task, text: str) -> str:
     """What a completion answers, where the world's answers are whole numbers."""
     return (last_integer(text) or "") if last_integer(str(task.answer)) is not None else ""
@@ -333,15 +320,3 @@ def _initials(features: Mapping[str, float]) -> Mapping[str, str]:
     """The first letters of the features, or their names where two begin alike."""
     first = {name[0] for name in features}
     return {name: name[0] if len(first) == len(features) else name for name in features}
-
-
-def _scalar(word: str) -> Scalar:
-    """A setting's value: true, false, a number, or a word."""
-    if word in ("true", "false"):
-        return word == "true"
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word
