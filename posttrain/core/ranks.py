@@ -60,19 +60,19 @@ def check_same(ranks: Ranks, value: Any, what: str, advice: str) -> None:
         )
 
 
-def of_one_copy(ranks: Ranks, values: Sequence[float]) -> list[float]:
-    """Of one value of each rank those of the ranks that hold one copy of all weights together. Ranks with copies
-    (`replicas`) hold the same parts in the same order, so their values must be the same bits.
+def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
+    """Of one value of each rank, a norm of its part of `what`, those of the ranks that hold one copy of all weights
+    together. Ranks with copies (`replicas`) hold the same parts in the same order, so theirs must be the same bits.
 
     Raises:
         InvariantError: on every rank, where two copies differ.
     """
-    parts = ranks.world // getattr(ranks, "replicas", 1)
+    values, parts = ranks.every(value), ranks.world // getattr(ranks, "replicas", 1)
     for at, value in enumerate(values):
         first = values[at % parts]
         if value != first and not math.isnan(value + first):
             raise InvariantError(
-                f"copies of the weights differ: the gradient's part on rank {at % parts} has the norm {first!r}, and"
+                f"copies of the weights differ: the part of the {what} on rank {at % parts} has the norm {first!r}, and"
                 f" its copy on rank {at} has {value!r}. A copy was updated or summed in another way: go on from the"
                 " last checkpoint"
             )

@@ -266,7 +266,9 @@ class StageOptimizer:
             return own
         advice = "One of them left out an update, so its part of the weights is stale: go on from the last checkpoint"
         check_same(self.ranks, (self.steps, self.lr), "number of optimizer steps and learning rate", advice)
-        return own.new_tensor(joint_norm(of_one_copy(self.ranks, self.ranks.every(float(own)))))
+        if getattr(self.ranks, "replicas", 1) > 1:  # gradients are summed over copies, and do not tell that one moved
+            of_one_copy(self.ranks, float(torch.nn.utils.get_total_norm(list(self._moved.values()))), "weights")
+        return own.new_tensor(joint_norm(of_one_copy(self.ranks, float(own), "gradient")))
 
     def _divided(self) -> Iterator[tuple[Rules, list[str]]]:
         """The rules with the names of their parameters, in the order of the parameters; several of a kind where their

@@ -40,6 +40,7 @@ from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_checkpoint import load_sharded, save_sharded
+from posttrain.engine.sharded_reader import IndexReader
 from posttrain.engine.sharing import Sharing
 from posttrain.engine.tensor_parallel import TensorLearner
 from posttrain.role.trainer import Trainer
@@ -92,7 +93,7 @@ class ResumeWider:
                 everyone.every("read")
         out |= _by_columns(groups, folder)
         out["beneath"] = _refused(folder / "adapter by two", groups)
-        out["bytes"] = sum(p.stat().st_size for p in (folder / "adapter by two").glob("*.distcp"))
+        out["names"] = sorted(IndexReader(folder / "adapter by two").read_metadata().state_dict_metadata)
         return out
 
 
@@ -258,7 +259,7 @@ def _wrong_copy(rank: int) -> Any:
 def _copies_counted(rank: int) -> Any:
     from posttrain.engine import optimizer
 
-    return patch.object(optimizer, "of_one_copy", lambda ranks, norms: norms)
+    return patch.object(optimizer, "of_one_copy", lambda ranks, norm, what: ranks.every(norm))
 
 
 def _summed_narrow(rank: int) -> Any:

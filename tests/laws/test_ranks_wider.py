@@ -38,7 +38,7 @@ LESS = (
     Case("policy", SMALL, offload=True),
 )
 BFLOAT16 = (
-    *(Case(loss, 1, loss == "policy", arch="llama", dtype=torch.bfloat16) for loss in FOUR),
+    *(Case(loss, 1, loss != "policy", arch="llama", dtype=torch.bfloat16) for loss in FOUR),
     Case("policy", 1, arch="qwen3", dtype=torch.bfloat16, checkpointing="full", replicas=2),
     Case("policy with values", 1, arch="llama", dtype=torch.float16),
     Case("policy", 1, arch="llama", dtype=torch.bfloat16, lora=LORA),
@@ -91,7 +91,8 @@ def test_ranks_train_as_one_process(word: str, cases: tuple[Case, ...], found: l
 
 
 def test_weights_below_float32_have_float32_masters(found: list[dict[str, Any]]) -> None:
-    """The numbers that the passes round are the same, and they are summed and updated in float32."""
+    """The numbers that the passes round are the same, and they are summed and updated in float32. (The policy's cases
+    keep their order: in the other one an episode's two segments change places within a pass.)"""
     table: dict[tuple[Case, int], Distance] = given(found, "narrow")[0]
     assert len(table) == 3 * (len(BFLOAT16) - 1) + 1
     gradient = max(d.gradient / d.size for d in table.values())
@@ -103,7 +104,8 @@ def test_a_checkpoint_is_read_by_any_number_of_ranks(found: list[dict[str, Any]]
     """An adapter's, with nothing of the weights beneath; of weights with masters; of copies. As never interrupted."""
     for said in given(found, "resume"):
         assert "lies over weights with the digest" in said["beneath"]
-        assert said["bytes"] < 200_000
+        trained = [n for n in said["names"] if n != "optimizer.steps"]
+        assert trained and all("lora_" in n or "value_head." in n for n in trained)
     table = {key: d for key, d in given(found, "resume")[0].items() if isinstance(d, Distance)}
     assert len(table) == 3 * 2 * 2 + 2 * 3 + 4
     exact = {key: d for key, d in table.items() if key[0] in ("adapter", "copies", "tensor")}
