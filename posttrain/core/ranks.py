@@ -82,6 +82,25 @@ def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
     return [x for x, _ in found]
 
 
+def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
+    """Of one value of each rank, a norm of its part of `what`, those of the ranks that hold one copy of all weights
+    together. Ranks with copies (`replicas`) hold the same parts in the same order, so theirs must be the same bits.
+
+    Raises:
+        InvariantError: on every rank, where two copies differ.
+    """
+    values, parts = ranks.every(value), ranks.world // getattr(ranks, "replicas", 1)
+    for at, value in enumerate(values):
+        first = values[at % parts]
+        if value != first and not math.isnan(value + first):
+            raise InvariantError(
+                f"copies of the weights differ: the part of the {what} on rank {at % parts} has the norm {first!r}, and"
+                f" its copy on rank {at} has {value!r}. A copy was updated or summed in another way: go on from the"
+                " last checkpoint"
+            )
+    return list(values[:parts])
+
+
 def joint_norm(norms: Sequence[float]) -> float:
     """The norm of all numbers together, from the norms of their parts: (3, 4) -> 5. Not finite where a part is not."""
     try:

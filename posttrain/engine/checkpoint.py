@@ -44,6 +44,15 @@ def read_pretrained(
     return module, tokenizer, notes
 
 
+def read_skeleton(path: str, trust_remote_code: bool) -> tuple[PreTrainedConfig, PreTrainedTokenizerFast, list[str]]:
+    """(config without dropout, tokenizer, notes for people) of a local directory. Reads no weights."""
+    where = locate(path)
+    with quiet():
+        config = _config(where, trust_remote_code)
+        notes = _silence_dropout(config)
+        return config, _tokenizer(where, trust_remote_code), notes
+
+
 def read_tokenizer(
     path: str, trust_remote_code: bool = False
 ) -> tuple[PreTrainedTokenizerFast, GenerationConfig | None]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from posttrain.core.errors import InvariantError
+from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.ranks import check_same
 from posttrain.core.shards import Shard
 from posttrain.engine.process_ranks import ProcessRanks
@@ -43,10 +43,11 @@ def gathered(
     """The parts of all ranks on rank `to`; nothing on the others, which must read it to its end as well.
 
     A part is valid until the next bucket is read, so copy what is kept (`role.transport.whole_tensors` does). A weight
-    that every rank has whole comes once, from rank 0.
+    that every rank has whole comes once, from rank 0. Of copies of the weights the first is sent.
 
     Args:
         version: of the weights of this rank.
+        to: one of the ranks that hold the first copy.
 
     Raises:
         InvariantError: a rank has weights of another version, or other weights.
@@ -60,6 +61,12 @@ def gathered(
             raise InvariantError(
                 f"rank {rank} has other weights than rank 0: build the same model, in the same dtype, on every rank"
             )
+    parts = ranks.world // ranks.replicas
+    if to >= parts:
+        raise ConfigError(f"to={to}: ranks 0 to {parts - 1} hold the first copy of the weights. Name one of them")
+    if ranks.rank >= parts:
+        return
+    table, group = table[:parts], ranks.group if ranks.replicas == 1 else ranks.mesh.get_group("shard")
     for run in _runs(table, bucket):
         width = max(sum(labels[i].sent for i in run) for labels in table)
         own = torch.zeros(width, dtype=torch.uint8)
@@ -70,7 +77,7 @@ def gathered(
                 own[at : at + raw.numel()] = raw
                 at += sent
         found = [torch.empty_like(own) for _ in table] if ranks.rank == to else None
-        dist.gather(own, found, group=ranks.group, group_dst=to)
+        dist.gather(own, found, group=group, group_dst=to)
         for rank, part in enumerate(found or ()):
             yield from _read(part, [table[rank][i] for i in run], rank)
 

@@ -267,12 +267,12 @@ def prepared(
     notes: list[str],
     most: int | None = None,
 ) -> Policy:
-    """A policy from a module and its tokenizer, both checked. The module is on its device and has no
-    dropout and no padding token."""
+    """A policy from a module and its tokenizer, both checked (on `meta` by who reads its weights), without dropout."""
     # tokenizer.json may hold either, and the saved tokenizer must equal the one that was read
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    torch.nn.Module.to(module, device=_device(model.device), dtype=getattr(torch, model.dtype)).eval()
+    here = None if module.device.type == "meta" else _device(model.device)
+    torch.nn.Module.to(module, device=here, dtype=getattr(torch, model.dtype)).eval()
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -285,8 +285,8 @@ def prepared(
         notes += [_EMULATED]
     if is_stateful(module):
         notes += [_STATE, *prepare(module)]
-    out, _ = accept(module, context)
-    notes += silence(module, out)
+    if here is not None:
+        notes += silence(module, accept(module, context)[0])
     return Policy(
         module=module,
         tokenizer=tokenizer,

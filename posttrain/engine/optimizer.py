@@ -9,14 +9,14 @@ the memory of the CPU between steps (`offload`); copies, in which gradients are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
-from posttrain.core.ranks import ALONE, Ranks, check_same, joint_norm
+from posttrain.core.ranks import ALONE, Ranks, check_same, joint_norm, of_one_copy
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.stage import fits
@@ -44,6 +44,7 @@ class StageOptimizer:
         scaled: whether losses are scaled, because the model computes in float16.
         home: where moments and averages are between steps; None: on the device of their parameters.
         ranks: the processes that train together. The parameters are then this rank's parts of the weights.
+        norm: of gradients by name, where it is not that of these tensors (`tensor_parallel`).
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class StageOptimizer:
         scaled: bool = False,
         home: torch.device | None = None,
         ranks: Ranks = ALONE,
+        norm: Callable[[Mapping[str, Tensor]], float] | None = None,
     ) -> None:
-        if ranks.world > 1 and config.kind not in ELEMENTWISE:
+        self._whole_norm = norm
+        if (ranks.world > 1 or norm is not None) and config.kind not in ELEMENTWISE:
             raise ConfigError(
                 f"optimizer.kind={config.kind} reads more of a weight than one rank has, and is not built for"
-                f" {ranks.world} ranks. Set it to {' or '.join(ELEMENTWISE)}, or train in one process"
+                f" several ranks. Set it to {' or '.join(ELEMENTWISE)}, or train in one process"
             )
         self.config, self.ranks = config, ranks
         self._home = None if home is None else StateAtHome(home)
@@ -252,14 +255,20 @@ class StageOptimizer:
         """The norm of the gradients of all ranks together.
 
         Raises:
-            InvariantError: the ranks have taken different numbers of steps, or step at different learning rates.
+            InvariantError: the ranks have taken different numbers of steps, step at different learning rates, or copies
+                of the weights differ.
         """
+        if self._whole_norm is not None:
+            found = self._whole_norm({n: t.grad for n, t in self._moved.items() if t.grad is not None})
+            return next(iter(self._moved.values())).new_tensor(found)
         own = torch.nn.utils.get_total_norm([t.grad for t in tensors if t.grad is not None])
         if self.ranks.world == 1:
             return own
         advice = "One of them left out an update, so its part of the weights is stale: go on from the last checkpoint"
         check_same(self.ranks, (self.steps, self.lr), "number of optimizer steps and learning rate", advice)
-        return own.new_tensor(joint_norm(self.ranks.every(float(own))))
+        if getattr(self.ranks, "replicas", 1) > 1:  # gradients are summed over copies, and do not tell that one moved
+            of_one_copy(self.ranks, float(torch.nn.utils.get_total_norm(list(self._moved.values()))), "weights")
+        return own.new_tensor(joint_norm(of_one_copy(self.ranks, float(own), "gradient")))
 
     def _divided(self) -> Iterator[tuple[Rules, list[str]]]:
         """The rules with the names of their parameters, in the order of the parameters; several of a kind where their

@@ -1,6 +1,9 @@
 """Checkpoints of a learner over ranks (`torch.distributed.checkpoint`). Each rank writes its own parts, and a
 checkpoint of any number of ranks can be read by any other number, one process included.
 
+Of a model with an adapter only what trains is written, with a digest of the weights beneath, which must be the same
+where it is read. Of weights below float32 both the rounded ones and the master copies are, as one process has them.
+
 A folder holds torch's files, `about.json` with the version and a digest of everything, and `digests.json` with one of
 each file. It is written beside its place and renamed, so a kill leaves no half of it.
 """
@@ -11,7 +14,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,34 +28,106 @@ from torch.distributed.tensor import DTensor
 from posttrain.core import files
 from posttrain.core.errors import RunFolderError
 from posttrain.core.ranks import ALONE, Ranks
+from posttrain.engine.adapter import base_tensors
 from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.learner import HFLearner
+from posttrain.engine.learner import HEADS, HFLearner
 from posttrain.engine.models import named_tensors
 from posttrain.engine.optimizer import StageOptimizer
+from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_reader import IndexReader
+from posttrain.engine.tensor_parallel import TensorLearner
 
 ABOUT = "about.json"
-WEIGHTS, STATE = "weights.", "optimizer."
+WEIGHTS, STATE, MASTER = "weights.", "optimizer.", "master."
 
 
 def save_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer, version: int) -> None:
     """Write weights, heads and optimizer state as `folder`. Every rank calls it."""
-    ranks, held = _ranks(learner), _weights(learner) | _state(learner, optimizer.state_tensors())
-    about = {"version": version, "digest": _digest(held)}
+    about = {"version": version, "beneath": _beneath(learner)}
+    _write(folder, _everything(learner, optimizer), about, _ranks(learner))
+
+
+class ShardedWriter:
+    """Writes checkpoints of a learner over ranks while it trains on: `begin` copies this rank's part of everything and
+    returns, and a thread writes the copy. Its ranks exchange in groups of their own. A checkpoint that was not finished
+    is not there, and the one before it is.
+
+    Every process makes it, and every rank calls its methods in the same order.
+    """
+
+    def __init__(self, learner: ShardedLearner) -> None:
+        ranks = learner.ranks.part(range(learner.ranks.world), learner.ranks.replicas)
+        assert ranks is not None
+        self._learner, self._ranks = learner, ranks
+        self._thread: Thread | None = None
+        self._wrong: BaseException | None = None
+
+    def begin(self, folder: Path, optimizer: StageOptimizer, version: int) -> None:
+        """Copy, and begin to write the copy as `folder`. Waits for the one before, and raises what went wrong there."""
+        self.wait()
+        about = {"version": version, "beneath": _beneath(self._learner)}
+        copy = {name: self._copied(t) for name, t in _everything(self._learner, optimizer).items()}
+        self._thread = Thread(target=self._run, args=(folder, copy, about), name=f"checkpoint {version}")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is written. Raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._wrong is not None:
+            wrong, self._wrong = self._wrong, None
+            raise wrong
+
+    def _run(self, folder: Path, copy: dict[str, Tensor], about: dict[str, Any]) -> None:
+        try:
+            _write(folder, copy, about, self._ranks)
+        except BaseException as error:
+            self._wrong = error
+
+    @torch.no_grad()
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """A copy, whose parts come together in the groups of the writer."""
+        if not isinstance(tensor, DTensor):
+            return tensor.detach().clone()
+        whole = {"shape": tensor.shape, "stride": tensor.stride()}
+        return DTensor.from_local(
+            tensor.to_local().clone(), self._ranks.mesh, tensor.placements, run_check=False, **whole
+        )
+
+
+def _everything(learner: HFLearner, optimizer: StageOptimizer) -> dict[str, Tensor]:
+    return _weights(learner) | _state(learner, _masters(learner, optimizer) | optimizer.state_tensors())
+
+
+def _write(folder: Path, held: Mapping[str, Tensor], about: dict[str, Any], ranks: Ranks) -> None:
+    about |= {"digest": _digest(held)}
+    told, wrong = list[str](), list[Exception]()
 
     def write(staged: Path) -> None:
-        into = Path(ranks.every(str(staged))[0])
+        told.extend(ranks.every(str(staged))[:1])
+        if not told[0]:
+            raise RunFolderError(f"sharded checkpoint {folder.name}: rank 0 could not make its folder")
         with _quiet():
-            save(dict(held), checkpoint_id=into, **_group(learner))
+            save(dict(held), checkpoint_id=Path(told[0]), **_group(ranks))
         if ranks.rank == 0:
-            files.write_json(into / ABOUT, about)
+            files.write_json(Path(told[0]) / ABOUT, about)
 
-    if ranks.rank == 0:
-        files.write_directory(folder, write)
-    else:
-        write(folder)
-    ranks.every("written")
+    try:
+        if ranks.rank == 0:
+            files.write_directory(folder, write)
+        else:
+            write(folder)
+    except Exception as error:
+        wrong.append(error)
+    if not told:
+        ranks.every("")  # others wait for the folder's name
+    said = ranks.every(str(wrong[0]) if wrong else "")
+    if wrong:
+        raise wrong[0]
+    if any(said):
+        raise RunFolderError(f"sharded checkpoint {folder.name} was not written: {next(filter(None, said))}")
 
 
 def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) -> int:
@@ -63,13 +140,19 @@ def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) ->
     if wrong := ranks.every(files.damage(folder) if ranks.rank == 0 else "")[0]:
         raise RunFolderError(f"sharded checkpoint {folder.name}: {wrong}. Go on from another one")
     about, known = files.read_json(folder / ABOUT), _known(folder)
+    if (beneath := _beneath(learner)) != about.get("beneath", ""):
+        raise RunFolderError(
+            f"sharded checkpoint {folder.name}: its adapter lies over weights with the digest"
+            f" {about.get('beneath') or 'of none'}, and the model here has {beneath or 'none'}. Resume with the model"
+            " that it was trained on"
+        )
     held = _weights(learner)
     _must_fit(held, {n: k for n, k in known.items() if n.startswith(WEIGHTS)}, folder)
     saved = sorted(n.removeprefix(STATE) for n in known if n.startswith(STATE))
     state = _state(learner, {n: _blank(learner, n, known[STATE + n]) for n in saved})
     _must_fit(held | state, known, folder)
     with _quiet():
-        load(dict(held | state), storage_reader=IndexReader(folder), **_group(learner))
+        load(dict(held | state), storage_reader=IndexReader(folder), **_group(ranks))
     found = _digest(held | state)
     if found != about.get("digest"):
         raise RunFolderError(
@@ -77,25 +160,54 @@ def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) ->
             " written. It was changed on the way; go on from another one"
         )
     own = {n.removeprefix(STATE): t.to_local() if isinstance(t, DTensor) else t for n, t in state.items()}
+    if isinstance(learner, ShardedLearner):
+        masters = _masters(learner, optimizer)
+        learner.take({n.removeprefix(WEIGHTS): t for n, t in held.items()}, {n: own[n] for n in masters if n in own})
+        kept = optimizer.state_tensors().keys()
+        own = {n: t for n, t in own.items() if n not in masters or n in kept}
     optimizer.load_state_tensors(own)
     return int(about["version"])
 
 
 def _ranks(learner: HFLearner) -> Ranks:
+    if isinstance(learner, TensorLearner):
+        return learner.holders
     return learner.ranks if isinstance(learner, ShardedLearner) else ALONE
 
 
-def _group(learner: HFLearner) -> dict[str, Any]:
+def _group(ranks: Ranks) -> dict[str, Any]:
     """Arguments of torch's functions: who takes part."""
-    return {"process_group": learner.ranks.group} if isinstance(learner, ShardedLearner) else {"no_dist": True}
+    return {"process_group": ranks.group} if isinstance(ranks, ProcessRanks) else {"no_dist": True}
 
 
 def _weights(learner: HFLearner) -> dict[str, Tensor]:
-    if isinstance(learner, ShardedLearner):
+    if isinstance(learner, (ShardedLearner, TensorLearner)):
         held = learner.held()
+    elif learner.policy.lora is not None:
+        held = learner.parameters()
     else:
         held = dict(named_tensors(learner.policy.module)) | learner.parameters()
     return {WEIGHTS + name: tensor.detach() for name, tensor in held.items()}
+
+
+def _masters(learner: HFLearner, optimizer: StageOptimizer) -> dict[str, Tensor]:
+    """The master copies that a learner over ranks has itself, named as an optimizer in one process names its own."""
+    if not isinstance(learner, ShardedLearner) or learner.narrow is None:
+        return {}
+    moved, own = optimizer.trained(), learner.parameters()
+    return {f"{MASTER}{n}": p.detach() for n, p in own.items() if n in moved and not n.startswith(HEADS)}
+
+
+def _beneath(learner: HFLearner) -> str:
+    """Digest of the weights beneath an adapter, which never change; '' where there is none."""
+    if learner.policy.lora is None:
+        return ""
+    if learner not in _BENEATH:
+        _BENEATH[learner] = _digest(base_tensors(learner.policy.module))
+    return _BENEATH[learner]
+
+
+_BENEATH: WeakKeyDictionary[HFLearner, str] = WeakKeyDictionary()
 
 
 def _state(learner: HFLearner, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -103,8 +215,8 @@ def _state(learner: HFLearner, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         parameter = name.partition(".")[2]
-        cut = isinstance(learner, ShardedLearner) and tensor.ndim > 0
-        out[STATE + name] = learner.like(parameter, tensor) if cut else tensor  # pyright: ignore[reportAttributeAccessIssue]
+        cut_up = isinstance(learner, (ShardedLearner, TensorLearner)) and tensor.ndim > 0
+        out[STATE + name] = learner.like(parameter, tensor) if cut_up else tensor  # pyright: ignore[reportAttributeAccessIssue]
     return out
 
 

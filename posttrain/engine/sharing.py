@@ -28,6 +28,15 @@ BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
 types. Norms of transformers compute in float32 also in float64 models."""
 
 
+def refusal(gap: float, bound: float) -> str:
+    """The words of the error where the proof fails."""
+    return (
+        "computing shared beginnings once changes what the model computes: hidden states or gradients differ"
+        f" by {gap:.2g} of their size (bound {bound:g}). Set model.share_prefixes=false, and please report the"
+        " model's architecture"
+    )
+
+
 class SelectRows(torch.autograd.Function):
     """Select rows [N, H] at positions [M]. The backward writes the first gradient of a row and adds further ones, which
     are few: only segments that begin alike read a row twice."""
@@ -57,10 +66,12 @@ class Sharing:
 
     Args:
         on: never share where False.
+
+    `proved`: whether the proof was made.
     """
 
     def __init__(self, out: ReadOut, kernels: KernelChoice, on: bool) -> None:
-        self._out, self._on, self._proved = out, on, False
+        self._out, self.on, self.proved = out, on, False
         self._kernels: KernelChoice = kernels
         self.computed = 0
         """Positions computed by all calls of `hidden` so far."""
@@ -73,16 +84,23 @@ class Sharing:
                 not shared.
         """
         at = packed.source_M if at is None else at
-        tree = self._tree(packed.ids_N, packed.lengths_S) if self._on else None
+        tree = self._tree(packed.ids_N, packed.lengths_S) if self.on else None
         if tree is not None and routing is not None and not routing.fold(tree.place_N):
             tree = None
         self.computed += len(packed.ids_N) if tree is None else len(tree.first_U)
         if tree is None:
             return _rows(self._plain(packed.ids_N, packed.lengths_S, routing), at)
-        if not self._proved:
+        if not self.proved:
             self._prove(packed)
-            self._proved = True
+            self.proved = True
         return _rows(self._shared(packed.ids_N, packed.positions_N, tree, routing), tree.place_N[at])
+
+    def either(self, packed: Packed, shared: bool) -> Tensor:
+        """`hidden` of the spoken tokens with their beginnings shared, wherever they are, or not shared."""
+        if not shared:
+            return _rows(self._plain(packed.ids_N, packed.lengths_S), packed.source_M)
+        tree = SharedTree.of(packed.ids_N, packed.lengths_S)
+        return _rows(self._shared(packed.ids_N, packed.positions_N, tree), tree.place_N[packed.source_M])
 
     def _tree(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree | None:
         if len(lengths_S) < 2:
@@ -121,11 +139,7 @@ class Sharing:
                 gap = max(gap, _gradient_gap(shared, alone, trained))
         bound = BOUNDS.get(alone.dtype, 0.1)
         if not gap <= bound:
-            raise InvariantError(
-                "computing shared beginnings once changes what the model computes: hidden states or gradients differ"
-                f" by {gap:.2g} of their size (bound {bound:g}). Set model.share_prefixes=false, and please report the"
-                " model's architecture"
-            )
+            raise InvariantError(refusal(gap, bound))
 
     def _to(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy(x.astype(np.int64)).to(self._out.weight.device)

@@ -19,34 +19,42 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Starcoder2Config
 
 from posttrain.algorithm.losses import Likelihood, Loss, PolicyLoss
 from posttrain.algorithm.preference import PreferenceLoss
 from posttrain.algorithm.preference_whole import prepared
 from posttrain.algorithm.ranking import RankingLoss
+from posttrain.core.adapter import Lora
 from posttrain.core.batch import Batch
 from posttrain.core.gauge import Gauges
 from posttrain.core.ladder import LADDER
 from posttrain.core.preference_ladder import PREFERENCES
 from posttrain.core.ranks import ALONE
 from posttrain.core.reward_head import HeadShape
-from posttrain.core.run import Optimizer
+from posttrain.core.run import Checkpointing, Model, Optimizer
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, SIDE, START, VALUE, VERSION, WEIGHT
+from posttrain.core.types import Segment
+from posttrain.engine import attention, models
+from posttrain.engine.adapter import attach
 from posttrain.engine.heads import RewardHead
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.process_ranks import ProcessRanks, joined
 from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.tensor_parallel import TensorLearner
+from posttrain.engine.vocabulary import characters
 from posttrain.role.trainer import Trainer
-from tests.rooms.engine_parts import policy, segments
+from tests.rooms.engine_parts import ALPHABET, policy, segments
 
 WORLDS = (1, 2, 4)
 STEPS = 2
 UNITS = 5
 """Fewer pairs than 2 x 4, more than 4: ranks have one or two, so not all have the same number of micro-batches."""
-SMALL, LARGE = 24, 4096
-"""Room of a micro-batch: about one episode in each, or all of a rank in one."""
+SMALL, LARGE, ALONE_IN_A_PASS = 24, 4096, 1
+"""Room of a micro-batch: about one episode in each, all of a rank in one, or one unit in each."""
 OPTIMIZERS = {
     "adamw": Optimizer(lr=1e-3, warmup=0, clip=0.05, eps=1e-6, weight_decay=0.01),
     "sgd": Optimizer(kind="sgd", lr=1e-2, warmup=0, clip=0.05, weight_decay=0.01),
@@ -71,6 +79,15 @@ class Case:
     dtype: torch.dtype = torch.float64
     optimizer: str = "adamw"
     units: int = UNITS
+    lora: Lora | None = None
+    replicas: int = 1
+    """Copies of the weights."""
+    checkpointing: Checkpointing = "none"
+    offload: bool = False
+    tensor: bool = False
+    """Whether layers are cut by columns and rows, and every rank computes the whole minibatch."""
+    shared: int = 0
+    """Tokens with which all segments begin alike; the ranks compute them once in each pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +105,8 @@ def minibatch(case: Case) -> Batch:
     """The case's minibatch, with its weights normalised over all of it."""
     pairs = case.loss.startswith(("preference", "ranking"))
     parts = segments(2 * case.units, seed=5, longest=24)
+    begun = np.arange(case.shared, dtype=np.int32)
+    parts = [_behind(begun, s) for s in parts]
     if case.turned:  # pairs keep their own order
         order = [2 * u + i for u in range(case.units) for i in (0, 1)][::-1] if not pairs else []
         order = order or [2 * u + i for u in reversed(range(case.units)) for i in (0, 1)]
@@ -123,11 +142,55 @@ def minibatch(case: Case) -> Batch:
     return Batch.of(parts, episode.tolist(), streams=streams)
 
 
+def _behind(begun: np.ndarray, s: Segment) -> Segment:
+    """The segment with these tokens before it, which nobody spoke."""
+    n = len(begun)
+    filled = {"mask": np.zeros(n, bool), "logp": np.full(n, np.nan, np.float32), "version": np.full(n, -1, np.int32)}
+    return replace(
+        s,
+        ids=np.concatenate([begun, s.ids]),
+        **{name: np.concatenate([x, getattr(s, name)]) for name, x in filled.items()},
+    )
+
+
+def starcoder(dtype: torch.dtype) -> Policy:
+    """An architecture with a plan of columns and rows, biases, grouped heads, and norms that are exact in float64."""
+    tokenizer = characters(ALPHABET)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    }
+    config = Starcoder2Config(
+        vocab_size=len(tokenizer), num_key_value_heads=4, max_position_embeddings=64, sliding_window=None, **sizes
+    )
+    attention.register()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    stops = (int(str(tokenizer.eos_token_id)),)
+    made = models.prepared(Model(context=64), module, tokenizer, stops, "built", [])
+    with torch.no_grad():
+        for p in made.module.parameters():
+            p.mul_(8) if p.ndim > 1 else p.add_(0.1)
+    moved: Any = made.module
+    return replace(made, module=moved.to(dtype))
+
+
 def model(case: Case) -> Policy:
-    made = policy(case.arch, dtype=case.dtype)
+    made = starcoder(case.dtype) if case.arch == "starcoder2" else policy(case.arch, dtype=case.dtype)
+    if case.lora is not None:
+        attach(made.module, case.lora, seed=1)
+        made = replace(made, lora=case.lora)
+        drawn = torch.Generator().manual_seed(2)
+        for name, p in made.module.named_parameters():
+            if "lora_B" in name:  # 0 at first, and no gradient would reach A
+                p.data = 0.1 * torch.randn(p.shape, generator=drawn, dtype=torch.float64).to(p.dtype)
     if case.loss != "ranking":
         return made
-    return replace(made, reward_head=RewardHead(HeadShape(), 32, dtype=case.dtype, seed=3))
+    wide = torch.promote_types(case.dtype, torch.float32)
+    return replace(made, reward_head=RewardHead(HeadShape(), 32, dtype=wide, seed=3))
 
 
 class Seen(StageOptimizer):
@@ -142,15 +205,33 @@ class Seen(StageOptimizer):
 
 
 def trainer(case: Case, ranks: ProcessRanks | None) -> Trainer:
-    made = model(case)
-    learner = HFLearner(made) if ranks is None else ShardedLearner(made, ranks)
+    made = replace(model(case), share_prefixes=case.shared > 0 and ranks is not None)
+    how: dict[str, Any] = {"gradient_checkpointing": case.checkpointing}
+    if case.tensor and ranks is not None:
+        return _tensor_trainer(case, made, ranks, how)
+    learner = HFLearner(made, **how) if ranks is None else ShardedLearner(made, ranks, offload=case.offload, **how)
+    _valued(learner)
+    over = ranks or ALONE
+    scaled = case.dtype == torch.float16
+    optimizer = Seen(learner.parameters(), OPTIMIZERS[case.optimizer], scaled=scaled, ranks=over)
+    if optimizer._scale is not None:
+        optimizer._scale.value = 16.0  # the gradients here are large
+    return Trainer(learner, optimizer, case.micro_tokens, ranks=over)
+
+
+def _tensor_trainer(case: Case, made: Policy, ranks: ProcessRanks, how: dict[str, Any]) -> Trainer:
+    """Of a rank that computes the whole minibatch."""
+    learner = TensorLearner(made, ranks, **how)
+    _valued(learner)
+    optimizer = Seen(learner.parameters(), OPTIMIZERS[case.optimizer], norm=learner.norm)
+    return Trainer(learner, optimizer, case.micro_tokens)
+
+
+def _valued(learner: HFLearner) -> None:
     with torch.no_grad():
         for name, p in learner.parameters().items():
             if name.startswith("value_head."):
                 p.fill_(0.1)
-    over = ranks or ALONE
-    optimizer = Seen(learner.parameters(), OPTIMIZERS[case.optimizer], ranks=over)
-    return Trainer(learner, optimizer, case.micro_tokens, ranks=over)
 
 
 def train(case: Case, ranks: ProcessRanks | None, steps: int = STEPS) -> Trained:
@@ -167,16 +248,16 @@ def results(found: tuple[Trainer, list[Gauges]]) -> Trained:
     learner, optimizer = t.learner, t.optimizer
     assert isinstance(learner, HFLearner) and isinstance(optimizer, Seen)
     gradients = [{n: whole(learner, n, g) for n, g in one.items()} for one in optimizer.gradients]
-    weights = {n: whole(learner, n, p.detach()).clone() for n, p in learner.parameters().items()}
+    weights = {n: whole(learner, n, p.detach()).clone() for n, p in optimizer.trained().items()}
     norms = [g["optim/grad_norm"].sum for g in gauges]
     return Trained(gradients, norms, gauges, weights, learner.fingerprint())
 
 
 def whole(learner: HFLearner, name: str, own: Tensor) -> Tensor:
-    if not isinstance(learner, ShardedLearner):
+    if not isinstance(learner, (ShardedLearner, TensorLearner)):
         return own
     found: Any = learner.like(name, own)
-    return found.full_tensor()
+    return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -197,6 +278,8 @@ class Distance:
     gauges: float
     size: float
     """The largest number of the gradient."""
+    shared: float = 0.0
+    """Share of the positions that were not computed, because another one begins alike."""
 
 
 def distance(found: Trained, right: Trained) -> Distance:
@@ -213,6 +296,7 @@ def distance(found: Trained, right: Trained) -> Distance:
         max(abs(a - b) / b for a, b in zip(found.norms, right.norms, strict=True)),
         max(gauges),
         max(float(g.abs().max()) for g in right.gradients[0].values()),
+        found.gauges[0]["learner/shared"].mean,
     )
 
 
@@ -268,15 +352,34 @@ def one_process(case: Case) -> Trained:
 @dataclass(frozen=True)
 class Compare:
     """Cases over every world, each compared with one process that takes the minibatch in its first order and in one
-    pass. Returns {(case, world): Distance} on rank 0."""
+    pass. Where a pass rounds its gradient to fewer digits than float32, both take each unit in a pass of its own, so
+    that both round the same numbers. Returns {(case, world): Distance} on rank 0.
+
+    Cases with copies of the weights run over four ranks alone."""
 
     cases: tuple[Case, ...]
 
     def __call__(self, groups: Groups, folder: Path) -> dict[tuple[Case, int], Distance]:
         out: dict[tuple[Case, int], Distance] = {}
         for case in self.cases:
-            right = one_process(replace(case, turned=False, micro_tokens=LARGE)) if groups[1] is not None else None
-            for world, ranks in groups.items():
+            right = one_process(plainly(case)) if groups[1] is not None else None
+            for world, ranks in self._worlds(case, groups).items():
                 if ranks is not None and (found := train(case, ranks)) and right is not None:
                     out[case, world] = distance(found, right)
         return out
+
+    @staticmethod
+    def _worlds(case: Case, groups: Groups) -> Groups:
+        if case.replicas == 1:
+            return groups
+        everyone = groups[4]
+        assert everyone is not None
+        return {4: everyone.part(range(4), case.replicas)}
+
+
+def plainly(case: Case) -> Case:
+    """The case as one process computes it."""
+    whole = ALONE_IN_A_PASS if case.dtype.itemsize < 4 else LARGE
+    return replace(
+        case, turned=False, micro_tokens=whole, replicas=1, checkpointing="none", offload=False, tensor=False
+    )

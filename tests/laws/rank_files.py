@@ -1,0 +1,194 @@
+"""Tasks of `test_ranks_files`: models read by rows, the memory of each rank, checkpoints written beside training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from law_ranks import LOSSES, Case, Groups, apart, minibatch, trained, trainer, whole
+from rank_wider import parts
+
+from posttrain.core.adapter import Lora
+from posttrain.core.errors import PosttrainError
+from posttrain.core.run import Model
+from posttrain.engine import sharded_load
+from posttrain.engine.gather import gathered
+from posttrain.engine.models import load_policy
+from posttrain.engine.process_ranks import ProcessRanks, joined
+from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded_checkpoint import ShardedWriter, load_sharded, save_sharded
+from posttrain.engine.sharded_load import RowFiles, load_by_rows
+from posttrain.role.trainer import Trainer
+from posttrain.role.transport import whole_tensors
+from tests.rooms.engine_parts import policy
+
+BATCH = Case("likelihood", 4096)
+CASE = Case("likelihood", 24)
+WIDE = Model(arch="llama", hidden=512, layers=8, heads=4, kv_heads=4, ffn=1536, context=64)
+"""27 million numbers, 109 MB: more than what a process needs beside."""
+ASKED: dict[str, dict[str, Any]] = {"whole": {}, "bfloat16": {"dtype": "bfloat16"}, "adapter": {"lora": Lora(rank=4)}}
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """The same learner as from a whole copy: weights, scores and parameters; and what is refused."""
+
+    def __call__(self, groups: Groups, folder: Path) -> dict[Any, Any]:
+        everyone, out = groups[4], dict[Any, Any]()
+        assert everyone is not None
+        for arch in ("qwen3", "gpt2"):
+            path = folder / arch
+            if everyone.rank == 0:
+                policy(arch).module.save_pretrained(path, max_shard_size="40KB")  # in several files
+                policy(arch).tokenizer.save_pretrained(path)
+            everyone.every("saved")
+            out[arch, "files"] = len(list(path.glob("*.safetensors")))
+            for word, more in ASKED.items():
+                model = Model(path=str(path), context=64, **more)
+                for ranks in (groups[2], everyone, everyone.part(range(4), 2)):
+                    if ranks is not None:
+                        out[arch, word, ranks.world, ranks.replicas] = _same(model, ranks)
+        out["refused"] = _refused(folder / "gpt2", everyone)
+        out["stale"] = _stale(folder / "gpt2", everyone)
+        return out
+
+
+def _same(model: Model, ranks: ProcessRanks) -> dict[str, Any]:
+    kept = ShardedLearner(load_policy(model, None, 0), ranks)
+    rows, batch = load_by_rows(model, ranks), minibatch(BATCH)
+    same = [torch.equal(p, rows.parameters()[n]) for n, p in kept.parameters().items()]
+    return {
+        "fingerprint": kept.fingerprint() == rows.fingerprint(),
+        "parameters": kept.parameters().keys() == rows.parameters().keys() and all(same),
+        "scores": float(np.abs(kept.score(batch) - rows.score(batch)).max()),
+    }
+
+
+def _refused(path: Path, ranks: ProcessRanks) -> list[str]:
+    out = list[str]()
+    asked: list[dict[str, Any]] = [{"path": str(path), "lora": Lora(rank=4, dora=True)}, {"path": "nobody/nothing"}]
+    for more in asked:
+        try:
+            load_by_rows(Model(context=64, **more), ranks)
+        except PosttrainError as error:
+            out.append(str(error))
+    return out
+
+
+def _stale(path: Path, ranks: ProcessRanks) -> str:
+    """What a rank says where one of them sees other files."""
+    with patch.object(sharded_load, "RowFiles", lambda p: RowFiles(path.with_name("qwen3") if ranks.rank == 1 else p)):
+        try:
+            load_by_rows(Model(path=str(path), context=64), ranks)
+        except PosttrainError as error:
+            return str(error)
+    return ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The most memory that a rank needs to come to its learner, and to hand all weights on, one whole weight after the
+    other, beyond that of the process, in bytes."""
+
+    def __call__(self, groups: Groups, folder: Path) -> dict[str, Any]:
+        everyone, path = groups[4], folder / "wide"
+        assert everyone is not None
+        if everyone.rank == 0:
+            made = load_policy(WIDE, "0123456789+-*= ", 0)
+            made.module.save_pretrained(path, max_shard_size="8MB")
+            made.tokenizer.save_pretrained(path)
+        everyone.every("saved")
+        model = Model(path=str(path), context=64)
+        load_by_rows(Model(path=str(folder / "gpt2"), context=64), everyone)  # so that its modules are imported
+        out: dict[str, Any] = {"all": sum(p.stat().st_size for p in path.glob("*.safetensors"))}
+        for word in ("by rows", "whole"):
+            before = _peak(afresh=True)
+            learner = load_by_rows(model, everyone) if word == "by rows" else _kept(model, everyone)
+            out[word] = _peak() - before
+            out[f"{word}, own"] = sum(p.numel() * 4 for p in learner.parameters().values())
+            if word == "by rows":
+                before = _peak(afresh=True)
+                sizes = [
+                    4 * x.numel() for _, x in whole_tensors(gathered(learner.shards(), everyone, 0, bucket=4 << 20))
+                ]
+                out["gathered"], out["arrived"] = _peak() - before, sum(sizes)
+            del learner
+        return out
+
+
+def _kept(model: Model, ranks: ProcessRanks) -> ShardedLearner:
+    return ShardedLearner(load_policy(model, None, 0), ranks)
+
+
+def _peak(afresh: bool = False) -> int:
+    """Most resident bytes of this process; `afresh`: from now on."""
+    if afresh:
+        Path("/proc/self/clear_refs").write_text("5")
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmHWM")))
+
+
+# --- written beside training ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A checkpoint begun after two steps, while two more are taken: what it holds is that of two."""
+
+    def __call__(self, groups: Groups, folder: Path) -> dict[str, Any]:
+        everyone, out = groups[4], dict[str, Any]()
+        assert everyone is not None
+        for word, ranks in (("four", everyone), ("two by two", everyone.part(range(4), 2))):
+            assert ranks is not None
+            case = replace(CASE, arch="llama")
+            t, _ = trained(case, ranks, 2)
+            right = _weights(t)
+            assert isinstance(t.learner, ShardedLearner)
+            writer = ShardedWriter(t.learner)
+            writer.begin(folder / word, parts(t)[1], t.version)
+            for _ in range(2):
+                t.step(minibatch(case), LOSSES[case.loss])
+            out[f"{word}, moved"] = apart(_weights(t), right)
+            writer.wait()
+            again = trainer(case, ranks)
+            out[f"{word}, version"] = load_sharded(folder / word, *parts(again))
+            out[word] = apart(_weights(again), right)
+            try:  # a writer that fails says so when it is next asked
+                writer.begin(folder / "four" / "about.json" / "below", parts(t)[1], t.version)
+                writer.wait()
+                out[f"{word}, failed"] = ""
+            except Exception as error:
+                out[f"{word}, failed"] = type(error).__name__
+            everyone.every("tried")
+        return out
+
+
+def _weights(t: Trainer) -> dict[str, Any]:
+    learner = parts(t)[0]
+    return {n: whole(learner, n, p.detach()).clone() for n, p in learner.parameters().items()}
+
+
+def killed_while_writing(rank: int, folder: Path) -> None:
+    """A process of two: a checkpoint, a step, and another checkpoint, in whose middle it is killed."""
+    torch.set_num_threads(1)
+    with joined(rank, 2, f"file://{folder / 'meet'}", seconds=60) as ranks:
+        t, _ = trained(CASE, ranks, 1)
+        save_sharded(folder / "first", *parts(t), t.version)
+        t.step(minibatch(CASE), LOSSES[CASE.loss])
+        assert isinstance(t.learner, ShardedLearner)
+        writer = ShardedWriter(t.learner)
+        with patch("posttrain.core.files.share", lambda staged: time.sleep(60)):  # all is written, nothing renamed
+            writer.begin(folder / "second", parts(t)[1], t.version)
+            for _ in range(2):
+                t.step(minibatch(CASE), LOSSES[CASE.loss])
+            while rank == 0 and not list(folder.glob(".staged-second-*/about.json")):
+                time.sleep(0.05)
+            ranks.every("written")
+            os.kill(os.getpid(), signal.SIGKILL)

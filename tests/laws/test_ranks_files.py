@@ -1,0 +1,80 @@
+"""Files of a learner over ranks: models read by rows without a whole copy, and checkpoints written beside training.
+
+All processes are started once, and every test reads what they found.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from law_ranks import over_ranks, trainer
+from rank_files import ASKED, CASE, Beside, ByRows, Memory, killed_while_writing
+from rank_wider import parts
+
+from posttrain.engine.sharded_checkpoint import load_sharded
+
+pytestmark = pytest.mark.prove
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return over_ranks({"rows": ByRows(), "memory": Memory(), "beside": Beside()}, tmp_path_factory.mktemp("ranks"))
+
+
+def given(found: list[dict[str, Any]], task: str) -> list[Any]:
+    """What the task returned on each rank."""
+    out = [one[task] for one in found]
+    assert not any(isinstance(x, str) for x in out), next(x for x in out if isinstance(x, str))
+    return out
+
+
+def test_a_model_read_by_rows_is_the_model(found: list[dict[str, Any]]) -> None:
+    """Tied weights, several files, bfloat16, a new adapter, copies: the same bits, and scores to rounding."""
+    for said in given(found, "rows"):
+        assert min(n for key, n in said.items() if "files" in key) > 1
+        same = {key: x for key, x in said.items() if isinstance(x, dict)}
+        assert len(same) >= 2 * len(ASKED) * 2
+        for key, x in same.items():
+            assert x["fingerprint"] and x["parameters"] and x["scores"] < 1e-5, (key, x)
+        assert "model.lora.dora=true reads whole weights" in said["refused"][0]
+        assert "rows are read from the directory of a model" in said["refused"][1]
+        assert "do not have the same weight files" in said["stale"]
+
+
+def test_no_rank_has_a_whole_copy(found: list[dict[str, Any]]) -> None:
+    """A rank's most memory is below that of the model, to load it and to hand its weights on; loaded whole it is
+    above."""
+    for rank, said in enumerate(given(found, "memory")):
+        words = ("all", "by rows, own", "by rows", "whole", "gathered")
+        sizes = {word: f"{said[word] / 1e6:.0f} MB" for word in words}
+        print(f"rank {rank}: {sizes}")
+        assert said["by rows, own"] < 0.3 * said["all"]
+        assert said["by rows"] < 0.8 * said["all"] < said["whole"]
+        assert said["gathered"] < 0.3 * said["all"] and said["arrived"] > (0 if rank else 0.99) * said["all"] - 1
+
+
+def test_a_checkpoint_is_written_beside_training(found: list[dict[str, Any]]) -> None:
+    """It holds what was there when it was begun, whatever is trained meanwhile; a failure is told."""
+    for said in given(found, "beside"):
+        for word in ("four", "two by two"):
+            assert said[word] == 0.0 and said[f"{word}, version"] == 2 and said[f"{word}, moved"] > 1e-4
+            assert said[f"{word}, failed"]
+
+
+def test_a_killed_writer_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=killed_while_writing, args=(rank, tmp_path)) for rank in range(2)]
+    for p in processes:
+        p.start()
+    for p in processes:
+        p.join(200)
+    assert [p.exitcode for p in processes] == [-signal.SIGKILL] * 2
+    assert not (tmp_path / "second").exists() and list(tmp_path.glob(".staged-second-*"))
+    t = trainer(CASE, None)
+    assert load_sharded(tmp_path / "first", *parts(t)) == 1
+    assert all(bool(torch.isfinite(p).all()) for p in parts(t)[0].parameters().values())
