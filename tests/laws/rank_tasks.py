@@ -18,7 +18,7 @@ from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError, PosttrainError
 from posttrain.core.streams import ADVANTAGE, WEIGHT
 from posttrain.engine import optimizer as optimizers
-from posttrain.engine import sharded
+from posttrain.engine import sharded, sharded_cut
 from posttrain.engine.gather import gathered
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.optimizer import StageOptimizer
@@ -46,11 +46,11 @@ def _own_norm(rank: int) -> Any:
 
 def _factor(factor: float | None) -> Callable[[int], Any]:
     """Gradients divided by this after they are summed; None: by the number of ranks, as torch does unasked."""
-    return lambda rank: patch.object(sharded.FSDPModule, "set_gradient_divide_factor", _setting(factor))
+    return lambda rank: patch.object(sharded_cut.FSDPModule, "set_gradient_divide_factor", _setting(factor))
 
 
 def _setting(factor: float | None) -> Callable[[Any, float], None]:
-    real = sharded.FSDPModule.set_gradient_divide_factor
+    real = sharded_cut.FSDPModule.set_gradient_divide_factor
     return lambda module, _: None if factor is None else real(module, factor)
 
 

@@ -38,7 +38,7 @@ LESS = (
     Case("policy", SMALL, offload=True),
 )
 BFLOAT16 = (
-    *(Case(loss, 1, loss != "policy", arch="llama", dtype=torch.bfloat16) for loss in FOUR),
+    *(Case(loss, 1, loss in ("preference", "ranking"), arch="llama", dtype=torch.bfloat16) for loss in FOUR),
     Case("policy", 1, arch="qwen3", dtype=torch.bfloat16, checkpointing="full", replicas=2),
     Case("policy with values", 1, arch="llama", dtype=torch.float16),
     Case("policy", 1, arch="llama", dtype=torch.bfloat16, lora=LORA),
