@@ -42,6 +42,8 @@ GUARDED = {
     "posttrain/role/memory.py": "reads /proc where it may, and asks getrusage elsewhere",
     "posttrain/verifier/workers/guardian.py": "calls prctl on Linux, and watches its parent elsewhere",
     "posttrain/api/placed.py": "core.placement.check_machine refuses cores where none can be pinned",
+    "posttrain/api/placed_environments.py": "asks hasattr first",
+    "posttrain/engine/rank_processes.py": "reads /proc where it is; else the state of a process is not told",
     "posttrain/engine/parcel/shared.py": "lists the blocks where the system can, and names the folder in a message",
     "posttrain/engine/pool/engine_process.py": "pins where cores are asked for; core.placement refuses them elsewhere",
     "posttrain/engine/pool/hosted.py": "reads /proc where it is; else the memory is not told",

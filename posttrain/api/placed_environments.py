@@ -120,6 +120,8 @@ def _pool(
 
 def engine_cores(engine: Sampler) -> frozenset[int] | None:
     """The cores that the processes of the engines on this machine may use; None where that is not known."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
     pids = [e.host.pid for e in engine.engines if e.host.pid] if isinstance(engine, EnginePool) else []
     return frozenset[int]().union(*(os.sched_getaffinity(pid) for pid in pids)) or None
 

@@ -8,9 +8,9 @@ computes the experts' weights itself.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,28 +21,6 @@ if TYPE_CHECKING:
 
 UNKNOWN = -1
 """In each entry of a token of which no choice is known."""
-RouterReplay = Literal["none", "sampler", "start"]
-"""Whose choices the learner's experts follow: see `Model.router_replay`."""
-
-
-def router_refusals(replay: RouterReplay, balanced: str, records: bool) -> Iterator[str]:
-    """What a run cannot do about routers. Each message says what to change.
-
-    Args:
-        balanced: the name of a stage with a load-balance loss; '' where none has one.
-        records: whether its engine records the routers' choices.
-    """
-    if replay == "sampler" and not records:
-        yield (
-            "model.router_replay=sampler reads the experts that the sampler chose, which this library reads from its"
-            " own engine alone: vLLM can return them, and that is not built here. Set engine=embedded, or"
-            " model.router_replay=start (the learner's own choices at the start of the step)"
-        )
-    if balanced and replay != "start" and not records:
-        yield (
-            f"{balanced}.router_aux_loss_coef reads which experts were chosen, and this engine records none: set"
-            f" engine=embedded, model.router_replay=start, or {balanced}.router_aux_loss_coef=0"
-        )
 
 
 def check_routed(routed: np.ndarray, tokens: int, where: str) -> None:

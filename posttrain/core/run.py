@@ -16,7 +16,7 @@ from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.placement import Local, Placement, placement_refusals
 from posttrain.core.reinforce import Reinforce as Reinforce
-from posttrain.core.routed import RouterReplay, router_refusals
+from posttrain.core.router_replay import RouterReplay, router_refusals
 from posttrain.core.stage import Optimizer as Optimizer
 from posttrain.core.stage import Stage, offered, refusals
 

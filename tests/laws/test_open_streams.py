@@ -13,7 +13,7 @@ import torch
 from law_toys import STAGE
 
 from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.minibatch import CHOSEN, IMITATE, MIX, WAS_SHOWN, WHOLE, Whole
+from posttrain.algorithm.minibatch import CHOSEN, HEARD, IMITATE, MIX, WAS_SHOWN, WHOLE, Whole
 from posttrain.algorithm.streams import streams
 from posttrain.checks.credit import StepCreditAudit
 from posttrain.checks.expected import expected_credit
@@ -207,7 +207,7 @@ def test_scorers_are_asked_where_they_are_wanted() -> None:
 
 
 def test_no_two_streams_share_a_name() -> None:
-    known = [x for x in vars(declared).values() if isinstance(x, Stream)] + [MIX, CHOSEN, IMITATE, WAS_SHOWN]
+    known = [x for x in vars(declared).values() if isinstance(x, Stream)] + [MIX, CHOSEN, HEARD, IMITATE, WAS_SHOWN]
     assert len({s.name for s in known}) == len(known)
     made = {s for m in (*SCORED, *WHOLE) for s in m.makes}
     assert made <= set(known) and VERSION in known
