@@ -19,14 +19,12 @@ from posttrain.core.adapter import Lora
 from posttrain.core.errors import PosttrainError
 from posttrain.core.run import Model
 from posttrain.engine import sharded_load
-from posttrain.engine.gather import gathered
 from posttrain.engine.models import load_policy
 from posttrain.engine.process_ranks import ProcessRanks, joined
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_checkpoint import ShardedWriter, load_sharded, save_sharded
 from posttrain.engine.sharded_load import RowFiles, load_by_rows
 from posttrain.role.trainer import Trainer
-from posttrain.role.transport import whole_tensors
 from tests.rooms.engine_parts import policy
 
 BATCH = Case("likelihood", 4096)
@@ -94,8 +92,8 @@ def _stale(path: Path, ranks: ProcessRanks) -> str:
 
 @dataclass(frozen=True)
 class Memory:
-    """The most memory that a rank needs to come to its learner, and to hand all weights on, one whole weight after the
-    other, beyond that of the process, in bytes."""
+    """The most memory that a rank needs to read its rows, and to come to its learner, beyond that of the process, in
+    bytes."""
 
     def __call__(self, groups: Groups, folder: Path) -> dict[str, Any]:
         everyone, path = groups[4], folder / "wide"
@@ -110,15 +108,16 @@ class Memory:
         out: dict[str, Any] = {"all": sum(p.stat().st_size for p in path.glob("*.safetensors"))}
         for word in ("by rows", "whole"):
             before = _peak(afresh=True)
-            learner = load_by_rows(model, everyone) if word == "by rows" else _kept(model, everyone)
+            prove = sharded_load._prove
+
+            def read(policy: Any, before: int = before, prove: Any = prove) -> None:
+                out["read"] = _peak() - before  # the checks at load come after
+                prove(policy)
+
+            with patch.object(sharded_load, "_prove", read):
+                learner = load_by_rows(model, everyone) if word == "by rows" else _kept(model, everyone)
             out[word] = _peak() - before
             out[f"{word}, own"] = sum(p.numel() * 4 for p in learner.parameters().values())
-            if word == "by rows":
-                before = _peak(afresh=True)
-                sizes = [
-                    4 * x.numel() for _, x in whole_tensors(gathered(learner.shards(), everyone, 0, bucket=4 << 20))
-                ]
-                out["gathered"], out["arrived"] = _peak() - before, sum(sizes)
             del learner
         return out
 

@@ -47,17 +47,16 @@ def test_a_model_read_by_rows_is_the_model(found: list[dict[str, Any]]) -> None:
 
 
 def test_no_rank_has_a_whole_copy(found: list[dict[str, Any]]) -> None:
-    """A rank's most memory is below that of the model, to load it and to hand its weights on; loaded whole it is
-    above."""
+    """To read its part of the model a rank needs little more than the memory of the part. (The passes of the checks at
+    load come after that and need more: docs/shards.md.)"""
     every = given(found, "memory")
     for rank, said in enumerate(every):
-        words = ("all", "by rows, own", "by rows", "whole", "gathered")
+        words = ("all", "by rows, own", "read", "by rows", "whole")
         sizes = {word: f"{said[word] / 1e6:.0f} MB" for word in words}
         print(f"rank {rank}: {sizes}")
     for rank, said in enumerate(every):
         assert said["by rows, own"] < 0.3 * said["all"]
-        assert said["by rows"] < 0.8 * said["all"] < said["whole"]
-        assert said["gathered"] < 0.3 * said["all"] and said["arrived"] > (0 if rank else 0.99) * said["all"] - 1
+        assert said["read"] < 0.5 * said["all"], rank
 
 
 def test_a_checkpoint_is_written_beside_training(found: list[dict[str, Any]]) -> None:
