@@ -31,7 +31,7 @@ from posttrain.controller.rank_lead import (
 from posttrain.controller.rank_state import RankState
 from posttrain.controller.rank_worker import work
 from posttrain.core import seeds
-from posttrain.core.errors import EngineError
+from posttrain.core.errors import ConfigError, EngineError
 from posttrain.core.machine import cores
 from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
 from posttrain.core.run import Run
@@ -39,7 +39,7 @@ from posttrain.engine import attention
 from posttrain.engine.models import Policy
 from posttrain.engine.rank_orders import END, HERE, LONG, RankLost, Store, met
 from posttrain.engine.rank_processes import RankProcesses
-from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded import ShardedLearner, refuse_ranks
 from posttrain.engine.sharded_reference import Mould
 
 WORKER = "posttrain.controller.rank_worker"
@@ -66,6 +66,16 @@ class RankStart:
         torch.manual_seed(seeds.torch_seed(self.seed, "torch"))
         state.mould = Mould(self.policy)
         state.own = ShardedLearner(self.policy, state.ranks)
+
+
+def refuse_policy(policy: Policy) -> None:
+    """ConfigError for a loaded policy that a run over ranks does not train yet."""
+    refuse_ranks(policy)
+    if policy.lora is not None:
+        raise ConfigError(
+            "over ranks (--nproc, torchrun): a model with an adapter is not built. Merge the adapter into its weights"
+            " first, or train in one process"
+        )
 
 
 def begin_rank(state: RankState, start: bytes) -> None:

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.adapter import Lora
 from posttrain.core.batch import Batch
 from posttrain.core.bins import balanced
 from posttrain.core.errors import ConfigError, InvariantError
@@ -23,6 +22,7 @@ from posttrain.core.streams import WEIGHT
 from posttrain.engine.models import load_policy
 from posttrain.engine.optimizer import ELEMENTWISE, StageOptimizer
 from posttrain.engine.process_ranks import ProcessRanks
+from posttrain.engine.quantise import quantise
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.role.rank_share import check_shares, digest, smallest_unit
 from posttrain.role.trainer import Trainer
@@ -171,12 +171,9 @@ def test_what_is_not_built_for_ranks_is_refused_by_name() -> None:
     """Before anything is cut. What the page lists and a policy can be."""
     mixed = load_policy(tiny("qwen3"), ALPHABET, 0)
     mixed.module.config.num_local_experts = 4
-    adapted = load_policy(tiny(lora=Lora(rank=2)), ALPHABET, 0)
-    for one, words in (
-        (policy(dtype=torch.bfloat16), "model.dtype=bfloat16.*model.dtype=float32"),
-        (adapted, "model.lora is not built"),
-        (mixed, "mixture of 4 experts"),
-    ):
+    in_few_bits = policy()
+    quantise(in_few_bits.module, "int8")
+    for one, words in ((in_few_bits, "model.quantize is not built"), (mixed, "mixture of 4 experts")):
         with pytest.raises(ConfigError, match=words):
             ShardedLearner(one, OneOf(0, 2, []))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="joined"):

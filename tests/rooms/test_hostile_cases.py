@@ -357,6 +357,7 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "engine/sharded_reader.py",
             "api/written.py",
             "api/placed.py",
+            "api/placed_environments.py",
             "api/ranked.py",
             "engine/pool/",
             "engine/rank_orders.py",

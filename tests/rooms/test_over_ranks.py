@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from posttrain.api.ranked import refuse_policy
 from posttrain.controller.rank_lead import LeadLearner, LeadReference
 from posttrain.core.adapter import Lora
 from posttrain.core.engines import VLLM
@@ -19,9 +20,11 @@ from posttrain.core.rejection import Rejection
 from posttrain.core.run import Optimizer, Run
 from posttrain.core.shards import Shard
 from posttrain.engine.learner import FrozenScorer
+from posttrain.engine.models import load_policy
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_reference import ShardedReference
 from posttrain.role.saved_parts import SavedTensors, part_files, write_part
+from tests.rooms.engine_parts import ALPHABET, tiny
 from tests.tiny import MODEL, tiny_run
 
 TWO = RankOptions(nproc=2)
@@ -61,6 +64,12 @@ def test_what_is_not_built_is_refused_by_name(words: str) -> None:
         check_ranks(run, TWO)
     assert words in str(found.value)
     check_ranks(tiny_run(), TWO)
+
+
+def test_a_loaded_adapter_is_refused_by_name() -> None:
+    refuse_policy(load_policy(tiny("qwen3"), ALPHABET, 0))
+    with pytest.raises(ConfigError, match="over ranks.*adapter"):
+        refuse_policy(load_policy(tiny(lora=Lora(rank=2)), ALPHABET, 0))
 
 
 def test_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
