@@ -20,6 +20,7 @@ from posttrain.algorithm.losses import Loss
 from posttrain.controller.rank_state import RankState
 from posttrain.core.batch import Batch
 from posttrain.core.errors import PosttrainError
+from posttrain.core.visible import tell
 from posttrain.engine.rank_orders import HERE, LOOPBACK, OrdersEnded, RankOrders, Store, met
 from posttrain.role.events import Event, Observers, PackedEvent
 from posttrain.role.passes import Needs
@@ -57,7 +58,7 @@ def work(store: Store, rank: int, world: int, seconds: float, local: bool = Fals
         except BaseException as error:
             orders.fail(_told(error))
             if not isinstance(error, PosttrainError):
-                traceback.print_exc()
+                tell(traceback.format_exc().rstrip(), file=sys.stderr)
             return 1
     return 0
 
