@@ -82,6 +82,7 @@ async def client() -> AsyncIterator[Subject]:
             HFLearner(policy),
             nullcontext,
             nullcontext,
+            nullcontext,
             lambda: not engine._scheduler.busy and not engine._scheduler.queue,
         )
 
