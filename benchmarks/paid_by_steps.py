@@ -113,7 +113,7 @@ def model(kind: str, world: str, seed: int, begun: Path, folder: Path) -> Path:
     run = shipped(world, seed)
     label, prm = run.stage("label"), run.stage("prm")
     assert isinstance(label, StepLabeling) and isinstance(prm, RewardModel)
-    stages = (replace(label, early_ends=kind == "early", steps=WORLDS[world].label), replace(prm, hands_on=True))
+    stages = (replace(label, early_ends=kind == "early", steps=WORLDS[world].label), prm)
     out = folder / f"prm-{world}-{kind}-{seed}"
     posttrain.run(replace(run, model=Model(path=str(begun)), stages=stages), out=out, quiet=True)
     return out
@@ -131,7 +131,7 @@ def rl(arm: str, world: str, seed: int, begun: Path, paid: Path | None) -> Run:
         env = replace(env, rewards=(Reward(function=f"model:{paid}", steps="outcome"),), measured=True)
     else:
         env = replace(env, rewards=(replace(base.env.rewards[0], function=f"model:{paid}"),))
-    return replace(run, model=Model(path=str(begun)), env=env, stages=(replace(stage, eval_every=0),))
+    return replace(run, model=Model(path=str(begun)), env=env, stages=(replace(stage, start=None, eval_every=0),))
 
 
 def verdicts(folder: Path, index: int) -> dict[str, float]:

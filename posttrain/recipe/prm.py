@@ -47,7 +47,6 @@ def prm() -> Run:
             RewardModel(
                 name="prm",
                 judgement="steps",
-                hands_on=False,
                 pool="token",
                 separator=";",
                 labels_of="label",
@@ -58,6 +57,7 @@ def prm() -> Run:
             ),
             Reinforce(
                 name="rl",
+                start="sft",
                 algorithm=GRPO_PROCESS,
                 sampling=Sampling(max_tokens=80),
                 optimizer=Optimizer(lr=5e-4, warmup=5),
