@@ -1,5 +1,5 @@
-"""RL that is paid by a process reward model alone, on sums and on longer chains: what the recipe `prm` ends with, and
-what its parts are for.
+"""RL that is paid by a process reward model alone, on sums and on longer chains: whether it trains a policy, and what
+labels of answers that end early (`label.early_ends`) are for.
 
     python -m benchmarks.paid_by_steps                          # both worlds, seeds 0, 1, 2
     python -m benchmarks.paid_by_steps --worlds sums --seeds 0  # one of them
@@ -43,12 +43,13 @@ import numpy as np
 import posttrain
 from posttrain.core import reader
 from posttrain.core.algorithm import patch
-from posttrain.core.env import Env, Reward
+from posttrain.core.env import Reward
 from posttrain.core.interval import Score
-from posttrain.core.ladder import GRPO
+from posttrain.core.ladder import GRPO, GRPO_PROCESS
 from posttrain.core.pieces.pull import KL
 from posttrain.core.reward_model import RewardModel
-from posttrain.core.run import Model, Reinforce, Run, Supervised
+from posttrain.core.run import Model, Optimizer, Reinforce, Run, Supervised
+from posttrain.core.sampling import Sampling
 from posttrain.core.step_labels import StepLabeling
 from posttrain.recipe.recipes import recipe
 
@@ -77,8 +78,8 @@ class PaidArm:
     model: str
     """`early`, `whole`, or '' for the environment's outcome alone."""
     least: bool = False
-    """Whether the minimum of the steps' scores is the answer's reward (GRPO with a KL of .5), in place of the recipe's
-    way."""
+    """Whether the minimum of the steps' scores is the answer's reward (GRPO with a KL of .5), in place of the scores of
+    all steps (`grpo_process`)."""
 
 
 ARMS: Mapping[str, PaidArm] = {
@@ -87,51 +88,62 @@ ARMS: Mapping[str, PaidArm] = {
     "outcome": PaidArm(""),
     "whole": PaidArm("whole"),
 }
-"""`early` is the recipe."""
 
 
-def shipped(world: str, seed: int) -> Run:
-    """The recipe in a world, without its reward."""
+SAMPLING = Sampling(max_tokens=80)
+RL = Reinforce(
+    name="rl",
+    algorithm=GRPO_PROCESS,
+    sampling=SAMPLING,
+    optimizer=Optimizer(lr=5e-4, warmup=5),
+    prompts=32,
+    siblings=8,
+    steps=40,
+    eval_every=0,
+)
+TRAINED = 500
+"""Optimizer steps of the process reward models."""
+
+
+def imitation(world: str, seed: int) -> Run:
+    """The recipe's imitation in a world."""
     base, own = recipe("prm"), WORLDS[world]
     args = {"min_terms": own.terms[0], "max_terms": own.terms[1]}
-    env = replace(base.env, args=args, rewards=(), measured=False)
-    return replace(base, seed=seed, env=env)
+    sft = base.stage("sft")
+    assert isinstance(sft, Supervised)
+    env = replace(base.env, args=args, rewards=())
+    return replace(base, seed=seed, env=env, stages=(replace(sft, steps=own.sft),))
 
 
 def start(world: str, seed: int, folder: Path) -> Path:
     """The imitation, as a plain model directory."""
-    run = shipped(world, seed)
-    sft = run.stage("sft")
-    assert isinstance(sft, Supervised)
-    stages = (replace(sft, steps=WORLDS[world].sft),)
-    done = posttrain.run(replace(run, stages=stages), out=folder / f"sft-{world}-{seed}", quiet=True)
+    done = posttrain.run(imitation(world, seed), out=folder / f"sft-{world}-{seed}", quiet=True)
     return Path(posttrain.export(done.folder, folder / f"start-{world}-{seed}"))
 
 
 def model(kind: str, world: str, seed: int, begun: Path, folder: Path) -> Path:
     """The run that labels steps and learns from the labels."""
-    run = shipped(world, seed)
-    label, prm = run.stage("label"), run.stage("prm")
+    base = recipe("prm")
+    label, prm = base.stage("label"), base.stage("prm")
     assert isinstance(label, StepLabeling) and isinstance(prm, RewardModel)
-    stages = (replace(label, early_ends=kind == "early", steps=WORLDS[world].label), prm)
+    label = replace(label, early_ends=kind == "early", steps=WORLDS[world].label, sampling=SAMPLING)
+    run = replace(imitation(world, seed), model=Model(path=str(begun)), stages=(label, replace(prm, steps=TRAINED)))
     out = folder / f"prm-{world}-{kind}-{seed}"
-    posttrain.run(replace(run, model=Model(path=str(begun)), stages=stages), out=out, quiet=True)
+    posttrain.run(run, out=out, quiet=True)
     return out
 
 
 def rl(arm: str, world: str, seed: int, begun: Path, paid: Path | None) -> Run:
-    base, run, how = recipe("prm"), shipped(world, seed), ARMS[arm]
-    stage = run.stage("rl")
-    assert isinstance(stage, Reinforce)
-    env: Env = run.env
+    run, how, stage = imitation(world, seed), ARMS[arm], RL
+    env = run.env
     if paid is None:
         stage = replace(stage, algorithm=GRPO)
     elif how.least:
         stage = replace(stage, algorithm=patch(GRPO, "grpo_kl", GRPO.paper, pull=KL(coef=0.5)))
         env = replace(env, rewards=(Reward(function=f"model:{paid}", steps="outcome"),), measured=True)
     else:
-        env = replace(env, rewards=(replace(base.env.rewards[0], function=f"model:{paid}"),))
-    return replace(run, model=Model(path=str(begun)), env=env, stages=(replace(stage, start=None, eval_every=0),))
+        env = replace(env, rewards=(Reward(function=f"model:{paid}"),))
+    return replace(run, model=Model(path=str(begun)), env=env, stages=(stage,))
 
 
 def verdicts(folder: Path, index: int) -> dict[str, float]:

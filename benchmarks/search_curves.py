@@ -1,9 +1,9 @@
 """Accuracy against tokens spent: every search that there is, with a process reward model, on a run's held-out tasks.
 
-    posttrain run prm rl=none --out runs/prm
+    posttrain run prm --out runs/prm
     python -m benchmarks.search_curves runs/prm
 
-The policy is the imitation of the run (its stage `sft`), without RL. It is `posttrain eval runs/prm` with the words of
+The policy is the imitation of the run (its stage `sft`), before RL. It is `posttrain eval runs/prm` with the words of
 `WORDS`: all ways to make one score of several, votes with and without weights, beams and trees. Then the best search
 for so many tokens at most is told by difficulty, which is how often single answers with other random numbers are right.
 """
