@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from posttrain.controller import rank_worker
@@ -17,6 +18,7 @@ from posttrain.core.batch import Batch
 from posttrain.core.streams import WEIGHT
 from posttrain.engine import optimizer as optimizers
 from posttrain.engine.optimizer import StageOptimizer
+from posttrain.role import trainer as trainers
 
 PLANTED = "POSTTRAIN_RANK_FAULT"
 
@@ -53,6 +55,17 @@ def _local_denominator(rank: int) -> Any:
     return patch.object(Batch, "shard", shard)
 
 
+def _uneven_dropped(rank: int) -> Any:
+    real = Batch.shares
+
+    def shares(self: Batch, world: int) -> Any:
+        found = real(self, world)
+        least = min(len(x) for x in found)
+        return tuple(x[:least] for x in found)
+
+    return patch.object(Batch, "shares", shares)
+
+
 def _stale_rows(rank: int) -> Any:
     """The last rank books a step and leaves its rows as they were."""
     real = StageOptimizer._step
@@ -87,15 +100,55 @@ def _rate_of_its_own(rank: int) -> Any:
     return patch.object(StageOptimizer, "_step", step)
 
 
+def _another_minibatch(rank: int) -> Any:
+    """The last rank weighs its minibatch otherwise."""
+    real = trainers.Trainer.step
+
+    def step(self: Any, batch: Batch, *given: Any, **named: Any) -> Any:
+        if self.ranks.rank == self.ranks.world - 1 and WEIGHT in batch:
+            batch = batch.having({WEIGHT: batch[WEIGHT] * 1.001})
+        return real(self, batch, *given, **named)
+
+    return patch.object(trainers.Trainer, "step", step)
+
+
+def _part_of_another_version(rank: int) -> Any:
+    """The last rank does not count its updates, so what it sends is called old."""
+    real = trainers.Trainer._update
+
+    def update(self: Any, *given: Any) -> Any:
+        found = real(self, *given)
+        self.version -= self.ranks.rank == self.ranks.world - 1
+        return found
+
+    return patch.object(trainers.Trainer, "_update", update)
+
+
+def _rank_not_in_the_sum(rank: int) -> Any:
+    """The last rank sums zeros in place of its gradient."""
+    real = dist.reduce_scatter_single
+
+    def summed(*given: Any, **named: Any) -> Any:
+        if rank == dist.get_world_size() - 1:
+            named["input"].zero_()
+        return real(*given, **named)
+
+    return patch.object(dist, "reduce_scatter_single", summed)
+
+
 FAULTS: dict[str, tuple[Callable[[int], Any], str]] = {
     "a rank is left out of the norm": (_one_rank_in_the_norm, "the first optimizer step is not the configured one"),
     "each rank clips by its own norm": (_own_norm, "the first optimizer step is not the configured one"),
     "gradients are averaged over ranks": (_factor(None), "lacks a rank's part"),
     "gradients are reduced twice": (_factor(0.5), "summed twice"),
+    "a rank's gradient is not in the sum": (_rank_not_in_the_sum, "lacks a rank's part"),
     "a rank's rows are never updated": (_stale_rows, "did not move in an optimizer step"),
     "a rank has a learning rate of its own": (_rate_of_its_own, "the first optimizer step is not the configured one"),
     "a rank leaves out an update": (_skips_an_update, "left out an update"),
     "each rank has its own denominator": (_local_denominator, "normalised by its own tokens"),
+    "uneven units are dropped": (_uneven_dropped, "on no rank"),
+    "a rank has another minibatch": (_another_minibatch, "do not have the same minibatch"),
+    "a part is of another version": (_part_of_another_version, "version of the weights"),
 }
 """Each fault, and words of what the run says when it stops."""
 

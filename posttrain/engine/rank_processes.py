@@ -19,6 +19,8 @@ from posttrain.engine.rank_orders import HERE, LOOPBACK, RankLost
 COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({rank}, {world}, {port}, {seconds})"
 LOG_LINES = 12
 """Last lines of a process's output that an error message quotes."""
+BEGIN_SECONDS = 120.0
+"""Seconds that a process has at least to begin, whatever an exchange may take."""
 END_SECONDS = 20.0
 """Seconds that a process has to end by itself."""
 
@@ -54,7 +56,7 @@ class RankProcesses:
         Raises:
             RankLost: one ended before, or did not come in time.
         """
-        last = time.monotonic() + seconds
+        last = time.monotonic() + max(seconds, BEGIN_SECONDS)
         for rank in self._processes:
             while not self.store.check([HERE.format(rank)]):
                 if how := self.ended(rank):
