@@ -11,6 +11,7 @@ import torch
 
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
+from posttrain.core.ranks import joint_norm, of_one_copy
 from posttrain.engine.sharded import ShardedLearner
 
 DEAF = (
@@ -23,6 +24,11 @@ above rounding, and small enough that the change is linear."""
 BOUND = 0.1
 """Largest relative difference of that change from what the gradient says. A gradient that is averaged over ranks, or
 summed twice, is off by a factor of two at least; one without the part of a rank by 1 / ranks."""
+
+
+MOVED_NARROW, BOUND_NARROW = 1.0, 0.25
+"""The same where weights are rounded below float32: the change must be far above that of rounded log-probs. So the
+missing part of one of more than four ranks is not seen there."""
 
 
 def cotangent(logp: torch.Tensor) -> torch.Tensor:
@@ -74,20 +80,22 @@ def summed_once(
 ) -> None:
     """Moving the weights along the gradient changes the log-probs as the gradient says."""
     ranks = learner.ranks
-    squared = math.fsum(ranks.every(math.fsum(float(g.double().square().sum()) for g in gradient.values())))
+    own = math.sqrt(math.fsum(float(g.double().square().sum()) for g in gradient.values()))
+    squared = joint_norm(of_one_copy(ranks, own, "gradient")) ** 2
+    step, bound = (MOVED, BOUND) if learner.narrow is None else (MOVED_NARROW, BOUND_NARROW)
     if not squared or not math.isfinite(squared):
         return
     before = {n: parameters[n].detach().clone() for n in gradient}
     said: list[float] = []
     for sign in (1.0, -1.0):
         for name, g in gradient.items():
-            parameters[name].copy_(before[name] + sign * (MOVED / squared) * g)
+            parameters[name].copy_(before[name] + sign * (step / squared) * g)
         logp = learner.score(packed).astype(np.float64)
         said.append(float(logp @ np.linspace(0.5, 1.5, len(logp))))
     for name, kept in before.items():
         parameters[name].copy_(kept)
-    share = (said[0] - said[1]) / 2 / MOVED
-    if not abs(share - 1) <= BOUND:
+    share = (said[0] - said[1]) / 2 / step
+    if not abs(share - 1) <= bound:
         raise InvariantError(
             f"the gradient of {ranks.world} ranks is not that of the log-probs: along it they change by {share:.3g}"
             " times what it says. It was averaged over ranks, summed twice, or lacks a rank's part. Every update would"
