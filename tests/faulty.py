@@ -393,7 +393,7 @@ def _caught_labelling(fault: Fault, model: Path, folder: Path) -> Caught | None:
 
 def reached(out: Path, error: BaseException) -> int:
     """The step of its stage in which a run broke; 0 before the first one."""
-    inside = {"learn", "ask", "imitate", "_learn", "_ask"} & {
+    inside = {"learn", "learn_from", "ask", "imitate", "_learn", "_ask"} & {
         f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)
     }
     steps = reader.steps(out) if (out / "run.json").exists() else []

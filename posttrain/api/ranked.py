@@ -155,7 +155,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
     """The parts of a run, with those that train on all ranks."""
-    given: tuple[Any, ...] = (run.model.kernels, run.model.dtype == "float16", None)
+    given: tuple[Any, ...] = (run.model.kernels, False, None)
     return replace(
         parts,
         freeze=lambda: LeadReference(lead),

@@ -37,7 +37,6 @@ KINDS = {
     "computed again": Kind({"gradient_checkpointing": "full"}),
     "copies": Kind({}, {"nproc": 4, "replicas": 2}),
     "bfloat16": Kind({"dtype": "bfloat16"}, bound=NARROW, sampled=False),
-    "float16": Kind({"dtype": "float16"}, bound=NARROW, sampled=False),
     "adapter over bfloat16": Kind({"lora": Lora(rank=2), "dtype": "bfloat16"}, bound=NARROW, sampled=False),
 }
 

@@ -40,6 +40,7 @@ def optimizer(kind: str) -> Callable[[Run], Run]:
 
 
 REFUSED: dict[str, Callable[[Run], Run]] = {
+    "model.dtype=float16": changed(dtype="float16"),
     "model.quantize": changed(lora=Lora(rank=2), quantize="int8"),
     "model.compile=true": changed(compile=True),
     "model.warm_up=true": changed(warm_up=True),
