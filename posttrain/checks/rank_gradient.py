@@ -82,7 +82,7 @@ def off_the_grid(weights: torch.Tensor, narrow: torch.dtype | None) -> torch.Ten
         return weights
     drawn = torch.rand(weights.shape, generator=torch.Generator().manual_seed(0)) - 0.5
     exponent = torch.frexp(weights.abs()).exponent.float() - 1
-    return weights + drawn * torch.finfo(narrow).eps * torch.exp2(exponent)
+    return weights + drawn * (weights != 0) * torch.finfo(narrow).eps * torch.exp2(exponent)
 
 
 @torch.no_grad()
