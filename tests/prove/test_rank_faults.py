@@ -23,8 +23,6 @@ def test_a_planted_fault_stops_the_run(name: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(rank_faults.PLANTED, name)
     sft = replace(run_of(steps=1).stages[0], batch=7)  # an odd number of units over two ranks
     with rank_faults.planted(name, 0), pytest.raises((InvariantError, RankLost)) as found:
-        main.run(
-            replace(run_of(), stages=(sft,)), out=tmp_path / "run", quiet=True, nproc=2, rank_timeout=30.0
-        )
+        main.run(replace(run_of(), stages=(sft,)), out=tmp_path / "run", quiet=True, nproc=2, rank_timeout=30.0)
     print(found.value)
     assert rank_faults.FAULTS[name][1] in str(found.value)
