@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,16 @@ BOUND = 5e-5
 """Largest difference of a weight after the run, over several ranks, from one process: float32, Adam's division by small
 moments, four steps of imitation and four of reinforcement."""
 PULLED = patch(GRPO, "pulled", "-", pull=KL(coef=0.05))
+
+
+def drawn(names: Iterable[str], count: int) -> list[str]:
+    """All of them; with POSTTRAIN_RANKS=drawn so many, by POSTTRAIN_SEED."""
+    known = list(names)
+    if os.environ.get("POSTTRAIN_RANKS", "all") != "drawn":
+        return known
+    seed = os.environ.get("POSTTRAIN_SEED", "0")
+    chosen = random.Random(f"{seed} {known}").sample(known, count)
+    return [name for name in known if name in chosen]
 
 
 def run_of(model: dict[str, Any] | None = None, **rl: Any) -> Run:

@@ -11,12 +11,12 @@ from posttrain.api import main, ranked
 from posttrain.core.errors import InvariantError
 from posttrain.engine.rank_orders import RankLost
 from tests import rank_faults
-from tests.over_ranks import run_of
+from tests.over_ranks import drawn, run_of
 
 pytestmark = pytest.mark.prove
 
 
-@pytest.mark.parametrize("name", rank_faults.FAULTS)
+@pytest.mark.parametrize("name", drawn(rank_faults.FAULTS, 2))
 def test_a_planted_fault_stops_the_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever rank sees it first, before the run ends."""
     monkeypatch.setattr(ranked, "WORKER", rank_faults.__name__)

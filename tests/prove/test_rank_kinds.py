@@ -12,7 +12,7 @@ import pytest
 from posttrain.api import main
 from posttrain.core import reader
 from posttrain.core.adapter import Lora
-from tests.over_ranks import BOUND, apart, cut_run, run_of, said, tensors
+from tests.over_ranks import BOUND, apart, cut_run, drawn, run_of, said, tensors
 
 pytestmark = pytest.mark.prove
 
@@ -32,7 +32,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("word", KINDS)
+@pytest.mark.parametrize("word", drawn(KINDS, 1))
 def test_it_is_the_run_of_one_process(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is cut: what ranks wrote is gone on with by one process, and the other way round."""
     kind = KINDS[word]
