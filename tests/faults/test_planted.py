@@ -40,7 +40,11 @@ SHOWN = {
 
 @pytest.mark.parametrize(
     "name",
-    [n for n, f in FAULTS.items() if f.needs not in ("preference", "online", "reject", "pool", *AHEAD) or n in SHOWN],
+    [
+        n
+        for n, f in FAULTS.items()
+        if f.needs not in ("preference", "online", "reject", "pool", "ranks", *AHEAD) or n in SHOWN
+    ],
 )
 def test_fault_is_caught(name: str, model: Path, tmp_path: Path) -> None:
     caught = catch(FAULTS[name], model, tmp_path)
