@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -118,8 +117,8 @@ STRUCK = 30
 
 def engine_processes() -> list[int]:
     """Processes of engines that this one has started, oldest first."""
-    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
-    return [int(p) for p in children if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    children = sorted({int(p) for t in Path("/proc/self/task").glob("*/children") for p in t.read_text().split()})
+    return [p for p in children if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 SUMS = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 9}, heldout=20)

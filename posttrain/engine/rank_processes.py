@@ -7,16 +7,16 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from posttrain.core.lifetime import begun
 from posttrain.engine.rank_orders import HERE, LOOPBACK, RankLost
 
-COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({rank}, {world}, {port}, {seconds})"
+COMMAND = "from {module} import serve; serve({rank}, {world}, {port}, {seconds})"
 LOG_LINES = 12
 """Last lines of a process's output that an error message quotes."""
 END_SECONDS = 20.0
@@ -33,10 +33,9 @@ class RankProcesses:
         atexit.register(self._killed)
         for rank in range(1, world):
             told = {"rank": rank, "world": world, "port": self.store.port, "seconds": seconds}
-            code = COMMAND.format(path=sys.path, module=module, **told)
             with self._log(rank).open("wb") as log:
-                self._processes[rank] = subprocess.Popen(
-                    [sys.executable, "-c", code],
+                self._processes[rank] = begun(
+                    COMMAND.format(module=module, **told),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
