@@ -61,7 +61,7 @@ def side(name: str, quick: bool) -> dict[str, float]:
         siblings=8,
         steps=6 if quick else 14,
         staleness=1,
-        epochs=3,  # so that asking and learning take about equally long
+        epochs=int(os.environ.get("EPOCHS", "3")),  # so that asking and learning take about equally long
         eval_every=0,
         checkpoint_every=0,
     )
