@@ -9,8 +9,11 @@ learner computes. Ask and learn are the processor time of the two processes, eac
 engine's process does, of which *passes* are its forward passes and draws, and all that the learner's does, with the
 answers that it takes apart and judges. Its clock counts these as `rollout`, with the time that it waits; *without
 rollout* is the step without both. With both at work all the time a step takes max(ask, learn); idle is what is left of
-a step, and *no turn* the share of it in which the engine had nothing to say. `EPOCHS` balances the two. With
-`placement.cores=1` the engine keeps to the last core, and the learner to the first. The last side also has
+a step, and *no turn* the share of it in which the engine had nothing to say. *Disturbed* is the larger share of a step
+in which one of the two was ready to compute and had no core, since others had it: idle shares hold that time too.
+`EPOCHS` balances the two.
+
+With `placement.cores=1` the engine keeps to the last core, and the learner to the first. The last side also has
 `placement.environments=1`: episodes are played in a third process, on the engine's core.
 """
 
@@ -86,7 +89,7 @@ def side(name: str, quick: bool) -> dict[str, float]:
         out = Path(folder) / "run"
         times = _times(lambda: main.run(run, out=out, quiet=True))
         rows = [s for s in reader.steps(out) if s.stage == "rl"][WARM:-1]
-    wall, cpu, engine = ((b - a) / len(rows) for a, b in zip(times[WARM - 1], times[-2], strict=True))
+    wall, cpu, engine, *kept = ((b - a) / len(rows) for a, b in zip(times[WARM - 1], times[-2], strict=True))
     passes = sum(s.clock.get("engine/step", 0.0) for s in rows) / len(rows)  # reports may come a step late
     if not two:
         return {"step": wall, "ask": passes, "learn": wall - passes}
@@ -100,21 +103,23 @@ def side(name: str, quick: bool) -> dict[str, float]:
         "passes": passes,
         "without rollout": wall - statistics.mean(s.clock["rollout"] for s in rows),
         "push": statistics.mean(s.clock["sync"] for s in rows),
+        "disturbed": max(kept) / wall,
         "over": wall / max(engine, cpu),
     }
 
 
-def _times(play: Callable[[], object]) -> list[tuple[float, float, float]]:
-    """When each step of a run was written down, and the processor time of this process and of its engines until
-    then."""
+def _times(play: Callable[[], object]) -> list[tuple[float, ...]]:
+    """When each step of a run was written down, the processor time of this process and of its engines until then, and
+    how long each of them was kept from a core."""
     from posttrain.controller.parts import RunParts
     from posttrain.engine.pool.engine_pool import EnginePool
 
-    tell, seen = RunParts.tell, list[tuple[float, float, float]]()
+    tell, seen = RunParts.tell, list[tuple[float, ...]]()
 
     def told(self: RunParts, step: Step) -> None:
         pids = [e.host.pid for e in self.sampler.engines if e.host.pid] if isinstance(self.sampler, EnginePool) else []
-        seen.append((time.perf_counter(), time.process_time(), sum(map(_processor, pids))))
+        cpu = time.process_time(), sum(map(_processor, pids))
+        seen.append((time.perf_counter(), *cpu, _kept(os.getpid()), sum(map(_kept, pids))))
         tell(self, step)
 
     RunParts.tell = told  # type: ignore[method-assign]
@@ -126,6 +131,11 @@ def _processor(pid: int) -> float:
     """Processor seconds of a process so far."""
     spent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return sum(map(int, spent)) / os.sysconf("SC_CLK_TCK")
+
+
+def _kept(pid: int) -> float:
+    """Seconds in which the first thread of a process was ready to compute and another program had the core."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def main_() -> None:
