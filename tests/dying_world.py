@@ -24,12 +24,14 @@ class Dies(Arithmetic):
 
     mark: str = ""
     """A folder. It holds the number of the process that died, if one did."""
+    learner: int = 0
+    """The process in which nobody dies: checks before the first step play there too."""
     fickle: bool = False
     """Whether the world shows something else when it is played again."""
 
     async def play(self, task: Task, talk: Talk) -> Stop:
         died = Path(self.mark) / "died"
-        if "heldout" not in task.id:
+        if "heldout" not in task.id and os.getpid() != self.learner:
             BEGUN.append(task.id)
         talk.see(task.prompt)
         first = await talk.say()

@@ -207,7 +207,7 @@ def dying(run: Run, folder: Path, fickle: bool = False) -> Run:
     """The same with episodes in two processes, one of which dies; `fickle`: and then its world shows something else."""
     (mark := folder / "marks").mkdir(parents=True, exist_ok=True)
     (mark / "died").unlink(missing_ok=True)
-    args: dict[str, Any] = {**run.env.args, "mark": str(mark), "fickle": fickle}
+    args: dict[str, Any] = {**run.env.args, "mark": str(mark), "fickle": fickle, "learner": os.getpid()}
     env = replace(run.env, name=f"{ROOT}/tests/dying_world.py:Dies", args=args)
     return replace(run, env=env, placement=Processes(environments=2, timeout=60))
 
