@@ -61,7 +61,6 @@ ALLOWED: Mapping[str, str] = {
     "Run.placement": "where engines work",
     "Processes.engines": "how many engines sample",
     "Processes.cores": "the cores of each",
-    "Processes.environments": "how many processes play episodes",
     "Processes.transport": "how weights come to the engines",
     "Processes.folder": "the folder of the weights on their way",
     "Processes.delta": "whether only what changed is sent",
