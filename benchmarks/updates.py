@@ -130,8 +130,9 @@ def play(arm: str, rate: str, seed: int, model: Path, folder: Path, steps: int |
         posttrain.run(run, out=out, quiet=True)
     except posttrain.PosttrainError as error:
         stopped = str(error).split(":")[0][:80]
-    lines = reader.steps(out)
-    before, after = (list(accuracies(out, i).values()) for i in (0, run.stages[-1].steps))
+        print(f"{arm} {rate} {seed}: {error}", flush=True)
+    lines, before = reader.steps(out), list(accuracies(out, 0).values())
+    after = [] if stopped else list(accuracies(out, run.stages[-1].steps).values())
     learned = [s for s in lines if "policy/ratio" in s.gauges]
     solved = [s.gauges["rollout/solved"].mean for s in learned]
     return ArmRow(

@@ -41,8 +41,9 @@ MOST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Nim(GeneratedTasks):
-    """A heap of stones, of which the players take 1 to 3 in turn; who takes the last one wins. The trained seat moves
-    first or second: the task's `source` says which. The reward is 1 for a win. A move that is none loses.
+    """A heap of stones, of which the players take 1 to 3 in turn; who takes the last one wins. The trained seat is the
+    first player, or the second one after a first move that left a multiple of 4, against which the other wins who
+    plays well: the task's `source` says which. The reward is 1 for a win. A move that is none loses.
 
     Held-out games are against moves drawn at random, so that their accuracy says how well the policy plays, and not
     how well against itself.
@@ -62,7 +63,9 @@ class Nim(GeneratedTasks):
         return "0123456789<>ab"
 
     def draw(self, rng: np.random.Generator, name: str) -> Task:
-        heap, role = int(rng.integers(self.least, self.most + 1)), ("first", "second")[int(rng.integers(2))]
+        role = ("first", "second")[int(rng.integers(2))]
+        heaps = [n for n in range(self.least, self.most + 1) if (n % (MOST + 1) == 0) == (role == "second")]
+        heap = heaps[int(rng.integers(len(heaps)))]
         info = {"heap": heap, "source": f"nim/{role}", "game": int(rng.integers(2**40))}
         return Task(id=name, prompt=f"{'a' if role == 'first' else 'b'}<{heap}>", answer="", info=info)
 
@@ -78,16 +81,14 @@ class Nim(GeneratedTasks):
         other = talk.seat("opponent") if self.opponent == "self" and "-heldout-" not in task.id else None
         if other is not None:
             other.see(str(task.prompt).translate(str.maketrans("ab", "ba")))
-        heap, mine, turns, end = int(task.info["heap"]), task.info["source"] == "nim/first", 0, Stop.SAID
+        heap, mine, end = int(task.info["heap"]), True, Stop.SAID
         while True:
             if mine or other is not None:
                 said = await (talk if mine else other or talk).say(MOST)
                 taken = int(said.text) if said.stop.finished and said.text in ("1", "2", "3") else 0
-                turns, end = (turns + 1, said.stop) if mine else (turns, end)
+                end = said.stop if mine else end
             else:
                 taken = self._drawn(task, heap)
-            if not 1 <= taken <= heap and not turns:
-                taken = self._drawn(task, heap)  # so that the trained seat has a turn
             if not 1 <= taken <= heap or taken == heap:
                 break
             heap, mine = heap - taken, not mine
@@ -118,7 +119,7 @@ class Nim(GeneratedTasks):
     def demonstrate(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
     ) -> tuple[str, tuple[str, ...]]:
-        heap, mine, turns = int(task.info["heap"]), task.info["source"] == "nim/first", list[str]()
+        heap, mine, turns = int(task.info["heap"]), True, list[str]()
         while heap:
             taken = int(rng.integers(1, min(MOST, heap) + 1)) if mine else self._drawn(task, heap)
             turns += [str(taken)] if mine else []
