@@ -233,7 +233,7 @@ def test_what_is_near_is_what_the_tests_name_themselves() -> None:
     assert {"serve", "serve as a user", "conformance"} <= near("posttrain/serve/app.py") and "math" not in near(
         "posttrain/serve/app.py"
     )
-    assert near("constraints-vllm.txt") == {"vllm", "vllm, servers", "vllm, on ray"}
+    assert near("constraints-vllm.txt") == {"vllm", "vllm, servers"}
     assert {"vllm", "conformance"} <= near("posttrain/engine/vllm/server.py") and "vllm" in near(
         "posttrain/core/sampling.py"
     ), "the contract"
