@@ -77,8 +77,8 @@ def test_each_transport_carries_the_same_bits(transport: str, deltas: bool, tmp_
 
 
 PUSHES, FIRST = int(os.environ.get("POSTTRAIN_PUSHES", "100")), 150
-"""Pushes that must leave nothing, a thousand of them in `make everything`, after the first ones, in which libraries take
-what they keep: a broadcast begins threads, and the memory of their allocators grows by some megabytes and then hardly."""
+"""Pushes that must leave nothing, a thousand of them in `make everything`, after the first ones, in which libraries
+take what they keep: a broadcast begins threads, whose allocators grow by some megabytes and then hardly."""
 
 
 @pytest.mark.parametrize("transport", ["file", "collective"])
