@@ -15,7 +15,10 @@ import pytest
 
 from posttrain.core.lifetime import begun, die_with
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
+pytestmark = [
+    pytest.mark.prove,
+    pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it"),
+]
 
 LEARNER = """
 import os, signal, sys, time

@@ -22,6 +22,7 @@ from posttrain.role.sync import Sync
 from tests.laws.test_agreement import policy, sharpen
 from tests.rooms.pool_parts import Script, scripted_pool
 
+pytestmark = pytest.mark.prove
 STRANGE = 3
 """The version at which an engine or the learner does something wrong: the second of which the scores come along."""
 
