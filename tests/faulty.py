@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +51,8 @@ AHEAD = ("ahead", "ahead_resume")
 RESUMED = ("resume", "ahead_resume")
 COMPARED = "posttrain.core.ranks"
 """Where values of ranks are compared for a check, which is what caught the fault."""
-IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", *AHEAD)
+ELSEWHERE = ("worlds", "fickle")
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", *ELSEWHERE, *AHEAD)
 """What faults need that are planted into a reinforcement stage, or before its first step."""
 
 
@@ -120,8 +120,8 @@ STRUCK = 30
 
 def engine_processes() -> list[int]:
     """Processes of engines that this one has started, oldest first."""
-    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
-    return [int(p) for p in children if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    children = sorted({int(p) for t in Path("/proc/self/task").glob("*/children") for p in t.read_text().split()})
+    return [p for p in children if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 SUMS = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 9}, heldout=20)
@@ -169,6 +169,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(run, env=replace(run.env, name="struck"), placement=Processes(engines=2, timeout=60))
     if needs == "ranks":  # an odd number of units over two ranks, and a push after an update
         run = replace(base, stages=(replace(base.stages[0], steps=3, batch=7), replace(base.stages[1], steps=2)))
+    if needs in ELSEWHERE:
+        run = dying(run, folder, needs == "fickle")
     if needs == "bos":
         run = replace(run, model=Model(path=str(_begins(folder / "bos")), context=64))
     if needs == "state":
@@ -203,6 +205,15 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
     if needs in ("preference", "online", "reject"):
         run = replace(run, stages=(_stage(needs, steps),))
     return run
+
+
+def dying(run: Run, folder: Path, fickle: bool = False) -> Run:
+    """The same with episodes in two processes, one of which dies; `fickle`: and then its world shows something else."""
+    (mark := folder / "marks").mkdir(parents=True, exist_ok=True)
+    (mark / "died").unlink(missing_ok=True)
+    args: dict[str, Any] = {**run.env.args, "mark": str(mark), "fickle": fickle, "learner": os.getpid()}
+    env = replace(run.env, name=f"{ROOT}/tests/dying_world.py:Dies", args=args)
+    return replace(run, env=env, placement=Processes(environments=2, timeout=60))
 
 
 def mixture(run: Run, arch: Literal["qwen3_moe", "mixtral"] = "qwen3_moe") -> Run:
