@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +49,10 @@ BOUND = 2
 """By how many steps samples may be older in runs of faults between asking and learning."""
 AHEAD = ("ahead", "ahead_resume")
 RESUMED = ("resume", "ahead_resume")
-IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", *AHEAD)
+COMPARED = "posttrain.core.ranks"
+"""Where values of ranks are compared for a check, which is what caught the fault."""
+ELSEWHERE = ("worlds", "fickle")
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", *ELSEWHERE, *AHEAD)
 """What faults need that are planted into a reinforcement stage, or before its first step."""
 
 
@@ -118,8 +120,8 @@ STRUCK = 30
 
 def engine_processes() -> list[int]:
     """Processes of engines that this one has started, oldest first."""
-    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
-    return [int(p) for p in children if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    children = sorted({int(p) for t in Path("/proc/self/task").glob("*/children") for p in t.read_text().split()})
+    return [p for p in children if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 SUMS = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 9}, heldout=20)
@@ -165,6 +167,10 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(run, env=replace(run.env, name="twice" if needs == "tool" else "waits"))
     if needs == "pool":
         run = replace(run, env=replace(run.env, name="struck"), placement=Processes(engines=2, timeout=60))
+    if needs == "ranks":  # an odd number of units over two ranks, and a push after an update
+        run = replace(base, stages=(replace(base.stages[0], steps=3, batch=7), replace(base.stages[1], steps=2)))
+    if needs in ELSEWHERE:
+        run = dying(run, folder, needs == "fickle")
     if needs == "bos":
         run = replace(run, model=Model(path=str(_begins(folder / "bos")), context=64))
     if needs == "state":
@@ -199,6 +205,15 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
     if needs in ("preference", "online", "reject"):
         run = replace(run, stages=(_stage(needs, steps),))
     return run
+
+
+def dying(run: Run, folder: Path, fickle: bool = False) -> Run:
+    """The same with episodes in two processes, one of which dies; `fickle`: and then its world shows something else."""
+    (mark := folder / "marks").mkdir(parents=True, exist_ok=True)
+    (mark / "died").unlink(missing_ok=True)
+    args: dict[str, Any] = {**run.env.args, "mark": str(mark), "fickle": fickle, "learner": os.getpid()}
+    env = replace(run.env, name=f"{ROOT}/tests/dying_world.py:Dies", args=args)
+    return replace(run, env=env, placement=Processes(environments=2, timeout=60))
 
 
 def mixture(run: Run, arch: Literal["qwen3_moe", "mixtral"] = "qwen3_moe") -> Run:
@@ -349,8 +364,9 @@ def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = Fals
     run = replace(smallest(fault, model, folder, **rl), deterministic=deterministic)
     out = folder / fault.name
     words = (*fault.shows, f"fault={fault.name}")
+    over: dict[str, Any] = {"nproc": 2, "rank_timeout": 60.0} if fault.needs == "ranks" else {}
     try:
-        posttrain.run(run, *words, out=out, quiet=True, allow_fault=True)
+        posttrain.run(run, *words, out=out, quiet=True, allow_fault=True, **over)
         if fault.needs in RESUMED:
             second = sorted((out / "checkpoints").glob("*-rl-000002"))[0]
             posttrain.run(resume=second, quiet=True, allow_fault=True)
@@ -388,7 +404,7 @@ def _caught_labelling(fault: Fault, model: Path, folder: Path) -> Caught | None:
 
 def reached(out: Path, error: BaseException) -> int:
     """The step of its stage in which a run broke; 0 before the first one."""
-    inside = {"learn", "ask", "imitate", "_learn", "_ask"} & {
+    inside = {"learn", "learn_from", "ask", "imitate", "_learn", "_ask"} & {
         f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)
     }
     steps = reader.steps(out) if (out / "run.json").exists() else []
@@ -409,7 +425,8 @@ def named(out: Path) -> Caught | None:
 
 def detector(error: BaseException) -> tuple[str, str]:
     """(kind, name) of what raised: the innermost function of ours, by the room it lies in."""
-    frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if "posttrain" in f.f_globals.get("__name__", "")]
+    names = [(f, f.f_globals.get("__name__", "")) for f, _ in traceback.walk_tb(error.__traceback__)]
+    frames = [f for f, name in names if "posttrain" in name and name != COMPARED]
     code, module = frames[-1].f_code, frames[-1].f_globals["__name__"]
     name = code.co_qualname.removesuffix(".__post_init__")
     if module.startswith("posttrain.core."):
