@@ -27,7 +27,7 @@ from posttrain.core.ladder import DR_GRPO, ECHO, EMA, PRIME_RL, RAE, SDFT, SDPO
 from posttrain.core.pieces.baseline import Ema
 from posttrain.core.pieces.moving import SourceEma
 from posttrain.core.ports import Attempt, Talk
-from posttrain.core.run import Optimizer, Run, Supervised
+from posttrain.core.run import Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict
@@ -139,8 +139,9 @@ def game() -> Run:
     sft = Supervised(
         name="sft", style="move", wrong=0.0, steps=200, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20), eval=False
     )
-    rl = replace(base.stages[1], sampling=Sampling(max_tokens=MOST))  # type: ignore[call-arg]
-    return replace(base, env=Env(name="nim", heldout=200), stages=(sft, rl))
+    rl = base.stages[1]
+    assert isinstance(rl, Reinforce)
+    return replace(base, env=Env(name="nim", heldout=200), stages=(sft, replace(rl, sampling=Sampling(max_tokens=MOST))))
 
 
 def imitated(run: Run, seed: int, folder: Path, env: Env | None = None) -> Path:

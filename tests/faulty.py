@@ -52,7 +52,7 @@ RESUMED = ("resume", "ahead_resume")
 COMPARED = "posttrain.core.ranks"
 """Where values of ranks are compared for a check, which is what caught the fault."""
 ELSEWHERE = ("worlds", "fickle")
-IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", *ELSEWHERE, *AHEAD)
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", "ranks", *ELSEWHERE, *AHEAD)
 """What faults need that are planted into a reinforcement stage, or before its first step."""
 
 
