@@ -141,7 +141,8 @@ def game() -> Run:
     )
     rl = base.stages[1]
     assert isinstance(rl, Reinforce)
-    return replace(base, env=Env(name="nim", heldout=200), stages=(sft, replace(rl, sampling=Sampling(max_tokens=MOST))))
+    rl = replace(rl, sampling=Sampling(max_tokens=MOST))
+    return replace(base, env=Env(name="nim", heldout=200), stages=(sft, rl))
 
 
 def imitated(run: Run, seed: int, folder: Path, env: Env | None = None) -> Path:
