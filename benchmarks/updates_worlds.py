@@ -52,7 +52,9 @@ class Nim(GeneratedTasks):
     opponent: str = "self"
     """Of training games. self: the policy plays the other seat. random: as in held-out games."""
     least: int = 5
+    """Fewest stones of a heap."""
     most: int = 20
+    """Most stones of a heap."""
 
     @property
     def name(self) -> str:
