@@ -60,7 +60,9 @@ def chains_world(run: Run) -> Any:
     if run.env.name == "verify":
         verifies: Any = environment(run.env, run.seed)
         return verifies.verified_world
-    return environment(replace(run.env, args={**run.env.args, "judge_steps": True}, rewards=()), run.seed)
+    return environment(
+        replace(run.env, args={**run.env.args, "judge_steps": True}, rewards=(), measured=False), run.seed
+    )
 
 
 def planted_chains(run: Run, count: int, seed: int) -> list[PlantedChain]:
