@@ -1,6 +1,6 @@
 """ProcessBench's metric (2412.06559) of a process reward model, on chains of sums with planted first errors.
 
-    posttrain run prm --out runs/prm
+    posttrain run prm rl=none --out runs/prm
     python -m benchmarks.process_bench runs/prm
     posttrain run judge env=verify --out runs/verifier
     python -m benchmarks.process_bench runs/verifier --chains 200

@@ -52,7 +52,6 @@ def prm() -> Run:
             ),
             RewardModel(
                 name="prm",
-                hands_on=False,
                 judgement="steps",
                 pool="token",
                 separator=";",
@@ -64,6 +63,7 @@ def prm() -> Run:
             ),
             Reinforce(
                 name="rl",
+                start="sft",
                 algorithm=patch(GRPO, "grpo", "2402.03300", pull=KL(coef=0.5)),
                 sampling=SAMPLING,
                 optimizer=Optimizer(lr=3e-4, warmup=5),
