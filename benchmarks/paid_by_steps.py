@@ -50,7 +50,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,17 @@ class ChainWorld:
     terms: tuple[int, int]
     sft: int
     label: int
-    """Steps of labelling."""
+    """Steps of labelling, but for the recipe's own."""
+    heldout: int = 200
 
 
-WORLDS: Mapping[str, ChainWorld] = {"sums": ChainWorld((3, 4), 200, 16), "chains": ChainWorld((5, 6), 300, 8)}
+WORLDS: Mapping[str, ChainWorld] = {
+    "sums": ChainWorld((3, 4), 200, 16),
+    "chains": ChainWorld((5, 6), 300, 8),
+    "to six": ChainWorld((3, 6), 300, 8, heldout=400),
+}
+LONG = 5
+"""Terms of the sums whose gain is told separately in the last of them."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ def imitation(world: str, seed: int) -> Run:
     args = {"min_terms": own.terms[0], "max_terms": own.terms[1]}
     sft = base.stage("sft")
     assert isinstance(sft, Supervised)
-    env = replace(base.env, args=args, rewards=(), measured=False)
+    env = replace(base.env, args=args, heldout=own.heldout, rewards=(), measured=False)
     return replace(base, seed=seed, env=env, stages=(replace(sft, steps=own.sft),))
 
 
@@ -169,16 +176,25 @@ def rl(arm: str, world: str, seed: int, begun: Path, paid: Path | None) -> Run:
 def shipped(world: str, seed: int) -> Run:
     """The recipe as it is, in a world, with all of its stages."""
     run, own = recipe("prm"), imitation(world, seed)
-    return replace(run, seed=seed, env=replace(run.env, args=own.env.args), stages=(own.stages[0], *run.stages[1:]))
+    env = replace(run.env, args=own.env.args, heldout=own.env.heldout)
+    return replace(run, seed=seed, env=env, stages=(own.stages[0], *run.stages[1:]))
 
 
 def verdicts(folder: Path, index: int) -> dict[str, float]:
-    """Of each held-out task the share of answers that the environment calls right."""
+    """Of each held-out prompt the share of answers that the environment calls right."""
     found: dict[str, list[float]] = {}
     for recorded in reader.episodes(folder, "rl", index, "eval"):
         own = [j.verdict.score for j in recorded.episode.verdicts if j.source == "arithmetic" and j.end is None]
-        found.setdefault(recorded.episode.task.id, []).append(own[0] or 0.0)
+        found.setdefault(str(recorded.episode.task.prompt), []).append(own[0] or 0.0)
     return {task: float(np.mean(x)) for task, x in found.items()}
+
+
+def gained(before: Mapping[str, float], after: Mapping[str, float], tasks: Sequence[str]) -> list[float] | None:
+    """The gain on some tasks with its 95 % interval; None where there are none, or nothing was measured after."""
+    if not after or not tasks:
+        return None
+    found = Score.of([after[t] - before[t] for t in tasks], -1.0, 1.0)
+    return [found.mean, found.low, found.high]
 
 
 def play(arm: str, world: str, seed: int, begun: Path, paid: Path | None, folder: Path) -> dict[str, Any]:
@@ -191,14 +207,15 @@ def play(arm: str, world: str, seed: int, begun: Path, paid: Path | None, folder
         stopped = str(error).split(":")[0][:120]
     steps = [s for s in reader.steps(out) if s.stage == "rl"]
     before, after = (verdicts(out, i) for i in (0, run.stages[-1].steps))
-    gain = Score.of([after[t] - before[t] for t in before], -1.0, 1.0) if after else Score(math.nan, -1.0, -1.0, 0)
+    long = [t for t in before if t.count("+") + 1 >= LONG]
     return {
         "world": world,
         "arm": arm,
         "seed": seed,
         "before": float(np.mean(list(before.values()))),
         "after": float(np.mean(list(after.values()))) if after else 0.0,
-        "gain": [gain.mean, gain.low, gain.high] if after else None,
+        "gain": gained(before, after, list(before)),
+        "long": gained(before, after, long),
         "tokens": [steps[0].gauges["rollout/tokens"].mean, steps[-1].gauges["rollout/tokens"].mean],
         "stopped": stopped,
         "date": time.strftime("%Y-%m-%d"),
