@@ -28,12 +28,12 @@ Written down before these runs:
 1 and 2 were wrong, and the runs were ended. Then, on seed 7 alone: a model of 6,144 answers with four completions a
 step orders .69 of right and wrong planted chains after 800 steps, .52 after 2,400, when its training loss is half as
 large: it knows its answers by heart. With early ends of the same answers, .56. Of 23,000 answers with one completion a
-step, which take two to three times as long to label, .73 after 1,200 steps. RL by the minimum of its scores with a KL of .5, at 3e-4 in place
-of 5e-4, 40 steps: .534 -> .709 [+.129, +.214], and still rising; a KL of .2 at 5e-4: .611 [+.021, +.131].
-On chains of five and six terms a model of 18,000 such answers learns next to nothing (.55), and its policy gains
-nothing: .576 -> .562. With early ends of 6,144 answers: .644 [+.027, +.105] by the minimum with a KL of .5 at 5e-4, and
-.374 [-.252, -.145] by `grpo_process` with the same KL. On sums of three to six terms the same model learns to add from the
-short ones, and its policy gains on the long ones too.
+step, which take two to three times as long to label, .73 after 1,200 steps. RL by the minimum of its scores with a KL
+of .5, at 3e-4 in place of 5e-4, 40 steps: .534 -> .709 [+.129, +.214], and still rising; a KL of .2 at 5e-4: .611
+[+.021, +.131]. On chains of five and six terms a model of 18,000 such answers learns next to nothing (.55), and its
+policy gains nothing: .576 -> .562. With early ends of 6,144 answers: .644 [+.027, +.105] by the minimum with a KL of .5
+at 5e-4, and .374 [-.252, -.145] by `grpo_process` with the same KL. On sums of three to six terms the same model learns
+to add from the short ones, and its policy gains on the long ones too.
 
 So these became the recipe's settings, and the arm `recipe` is the recipe as it is, all of its stages in one run.
 Written down before it was run:
