@@ -22,9 +22,9 @@ def prm() -> Run:
     GRPO what the least of an answer's scores pays, with a KL to the imitation (rl).
 
     Nobody labels a step by hand: the world judges only the last number, and RL does not read that
-    (`env.measured=true`). One completion a step labels four times as many answers as four do, and a model of this
-    size learns more of them. A longer chain world: `env.args.min_terms=5 env.args.max_terms=6 sft.steps=300`. The
-    model alone: `rl=none`; `env.rewards=model:RUN` then pays a policy of another run.
+    (`env.measured=true`). One completion a step leaves room for more answers than four do, and a model of this size
+    needs them. Longer chains: `env.args.max_terms=6 sft.steps=300`. The model alone: `rl=none`; then
+    `env.rewards=model:RUN` pays a policy of another run.
     """
     return Run(
         recipe="prm",
