@@ -19,7 +19,7 @@ from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.routed import RoutedPass, Routers, known_rows
+from posttrain.core.routed import NEAR, RoutedPass, Routers, known_rows
 from posttrain.core.streams import ADVANTAGE
 from posttrain.core.types import OPPOSED, OUTSIDE, SHOWN, Segment
 from posttrain.role.events import (
@@ -37,8 +37,6 @@ TOKENS = 2048
 """Most tokens of a step that are read."""
 PROBE = 64
 """Tokens of the segment whose choices are replaced to see whether the learner follows."""
-NEAR = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.15}
-"""Largest lead of an expert that was not chosen over one that was, relative to the largest score (at least 1)."""
 FOLLOWS = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.2}
 """Largest difference of log-probs of two passes over the same experts."""
 LEARNS_FROM = 8

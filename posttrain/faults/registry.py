@@ -50,8 +50,8 @@ class Fault:
     with it), `implicit` (an algorithm with implicit process rewards), `meta` (rows for a meta reward model, from a
     judge's votes), `regenerate` (a stage that says wrong answers anew from their first wrong step), `state` (a model
     with a recurrent state), `ahead` (groups asked ahead of the updates), `ahead_resume` (the same, resumed), `pool`
-    (two engines in processes, one of which is killed), `experts` (a mixture of experts), `search` (`posttrain eval` with searches, of a run with a
-    process reward model)."""
+    (two engines in processes, one of which is killed), `experts` (a mixture of experts), `search` (`posttrain eval`
+    with searches, of a run with a process reward model)."""
 
 
 FAULTS: dict[str, Fault] = {}
