@@ -37,6 +37,7 @@ from posttrain.checks import (
     ahead as asked_ahead,
 )
 from posttrain.checks import (
+    balance,
     credit,
     data,
     draws,
@@ -130,6 +131,7 @@ SECOND_OPINIONS = (
     ranking.loss_is,
     outcomes.outcome_loss_agrees,
     update.update_agrees,
+    balance.balance_agrees,
 )
 """What the page lists of `posttrain/checks`."""
 BEFORE = (

@@ -101,6 +101,10 @@ class Routers(Protocol):
         """
         ...
 
+    def probabilities(self, packed: Packed, *, replay: bool) -> np.ndarray:
+        """float32 [N, R, E]: each router's probabilities of all experts in such a pass. It is computed in one piece."""
+        ...
+
     def followed(self) -> Learner:
         """The learner as a pass of it reads that follows the choices of its batch, where they are known. Checks
         compare a sampler with it: where two experts score alike, rounding decides what each of two correct passes

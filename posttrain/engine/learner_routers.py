@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import Packed
@@ -41,6 +42,12 @@ class LearnerRouters:
 
     def read(self, packed: Packed, *, replay: bool) -> RoutedPass:
         return RoutedPass.join([self._read(part, replay) for part in packed.split(SCORE_TOKENS)])
+
+    def probabilities(self, packed: Packed, *, replay: bool) -> np.ndarray:
+        with forward_only(self.reader.module):
+            routing = PackedRouting(packed, packed.routed_N if replay else None, True)
+            self.reader.routed(packed, None, routing)
+            return routing.probabilities()
 
     def _read(self, packed: Packed, replay: bool) -> RoutedPass:
         with forward_only(self.reader.module):

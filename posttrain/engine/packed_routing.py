@@ -74,6 +74,11 @@ class PackedRouting(PassRouting):
             logp_M.float().cpu().numpy(),
         )
 
+    def probabilities(self) -> np.ndarray:
+        """float32 [N, R, E]: the softmax of the routers' logits. The pass must have kept them."""
+        logits = self.routing.stacked(self.routing.logits).detach()
+        return torch.softmax(logits.float(), -1).cpu().numpy()[self._place_N]
+
     def balance(self, packed: Packed) -> Tensor:
         """The load-balance loss of these positions: the routers' probabilities times `packed.balance_E`, over the
         tokens whose experts are known."""

@@ -160,3 +160,50 @@ def _(real: Real) -> Real:
         return norm
 
     return step
+
+
+BALANCED = ("rl.router_aux_loss_coef=0.01", "rl.micro_tokens=64")
+
+
+@fault(
+    "balance_over_unknown_tokens",
+    seam="posttrain.engine.packed_routing:PackedRouting.balance",
+    what="the load-balance loss also counts tokens that no sampler chose experts for, as padding would be",
+    harm="routers are moved by tokens that are not there, the more the shorter answers are",
+    source="pain 23",
+    shows=BALANCED,
+    needs="experts",
+)
+def _(real: Real) -> Real:
+    return lambda self, packed: real(self, replace(packed, routed_N=np.maximum(packed.routed_N, 0)))
+
+
+@fault(
+    "balance_of_each_micro_batch",
+    seam="posttrain.engine.packed_routing:PackedRouting.balance",
+    what="each micro-batch balances its own shares of choices",
+    harm="the loss depends on how the minibatch is cut, and asks each few tokens to use all experts",
+    source="pain 10",
+    shows=BALANCED,
+    needs="experts",
+)
+def _(real: Real) -> Real:
+    def balance(self: Any, packed: Any) -> Any:
+        from posttrain.algorithm.balance import balance_weights
+
+        return real(self, replace(packed, balance_E=balance_weights(packed.routed_N, len(packed.balance_E))))
+
+    return balance
+
+
+@fault(
+    "balance_never_learned",
+    seam="posttrain.engine.packed_routing:PackedRouting.balance",
+    what="the load-balance loss is added to the loss as a number",
+    harm="it is in every log, and experts are given up all the same",
+    source="pain 23",
+    shows=BALANCED,
+    needs="experts",
+)
+def _(real: Real) -> Real:
+    return lambda self, packed: real(self, packed).detach()
