@@ -110,7 +110,7 @@ def test_what_is_frozen_stays_and_everything_else_moves(pattern: str, tmp_path: 
 
 
 def test_an_adapter_of_a_mixture_trains_its_attention_alone(tmp_path: Path) -> None:
-    """Experts and routers are no linear layers to PEFT. Their weights stay; the adapter trains, goes on, is exported."""
+    """Experts and routers are no linear layers to PEFT. Their weights stay; the adapter trains and is exported."""
     base = replace(moe_run(checkpoint_every=0), stages=moe_run().stages[:1])
     posttrain.run(base, out=tmp_path / "base", quiet=True)
     model = Path(posttrain.export(tmp_path / "base", tmp_path / "model"))

@@ -27,6 +27,8 @@ from posttrain.faults import FAULTS
 from tests.rooms.engine_parts import ALPHABET, segments
 from tests.rooms.test_experts import moe_run
 
+pytestmark = pytest.mark.prove
+
 SEEDS = range(24)
 FIXED = ("sft.optimizer.freeze=mlp.gate",)
 """Imitation leaves the routers undecided."""
