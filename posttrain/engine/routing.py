@@ -89,7 +89,7 @@ class Routing:
         used, logits = self.stacked(self.used), self.stacked(self.logits)
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, used, True)
         best = logits.masked_fill(chosen, float("-inf")).amax(-1)
-        return best - logits.masked_fill(~chosen, float("inf")).amin(-1), float(logits.abs().max())
+        return best - logits.masked_fill(~chosen, float("inf")).amin(-1), float(logits.detach().abs().max())
 
     def chosen_by_more(self) -> float:
         """The largest lead of an expert that was not used over a used one, relative to what rounding may decide
