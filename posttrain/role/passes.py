@@ -42,12 +42,12 @@ class Passes:
     """d loss / d entropy, if the loss reads entropies."""
     value: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list[tuple[np.ndarray, np.ndarray]])
     """(value, d loss / d value), if the loss reads values."""
-    balance: list[list[float]] = field(default_factory=list[list[float]])
-    """[load-balance loss, d loss / d it] of each micro-batch that has one; 0 where it has no gradient."""
     stale_gradients: int = 0
     """Parameters that still held a gradient before the first backward pass. There should be none."""
     scale: float = 1.0
     """The factor of the loss in the backward passes. The gradients here are without it."""
+    balance: list[list[float]] = field(default_factory=list[list[float]])
+    """[load-balance loss, d loss / d it] of each micro-batch that has one; 0 where it has no gradient."""
 
     @classmethod
     def of(cls, needs: Needs, learner: Learner, scale: float = 1.0) -> Passes:
