@@ -227,7 +227,7 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
                 f"a packed sequence{name} has other hidden states than alone with transformers' own attention (relative"
                 f" gap {gap:.2g})"
             )
-    if why := _otherwise(how, "packed with another sequence"):
+    if why := _otherwise(how, packed.dtype, "packed with another sequence"):
         return why
     return "" if length < 2 else _over_a_cache(out, (ids, at), together, chosen[0])
 
@@ -240,7 +240,7 @@ def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, ch
         ours = out.hidden(alone[0][part], alone[1][part], _routed(memory, how))
         if (gap := _gap(ours, wanted[part])) > _bound(ours):
             return f"hidden states {name} differ from those of the whole sequence (relative gap {gap:.2g})"
-        if why := _otherwise(how, name):
+        if why := _otherwise(how, ours.dtype, name):
             return why
     return ""
 
@@ -250,9 +250,9 @@ def _routed(layout: Any, routing: Routing | None) -> Any:
     return layout
 
 
-def _otherwise(followed: Routing | None, name: str) -> str:
+def _otherwise(followed: Routing | None, computed: torch.dtype, name: str) -> str:
     """Whether the routers would have chosen other experts than those that they were given, by more than rounding."""
-    lead = 0.0 if followed is None else followed.chosen_by_more()
+    lead = 0.0 if followed is None else followed.chosen_by_more(computed)
     return f"its routers choose other experts for a token {name} (by {lead:.2g} times rounding)" if lead > 1 else ""
 
 

@@ -91,14 +91,15 @@ class Routing:
         best = logits.masked_fill(chosen, float("-inf")).amax(-1)
         return best - logits.masked_fill(~chosen, float("inf")).amin(-1), float(logits.detach().abs().max())
 
-    def chosen_by_more(self) -> float:
-        """The largest lead of an expert that was not used over a used one, relative to what rounding may decide
-        (`NEAR`): above 1 the choices that were given are not this pass's own. 0 without routers."""
+    def chosen_by_more(self, computed: torch.dtype) -> float:
+        """The largest lead of an expert that was not used over a used one, relative to what rounding may decide in the
+        type that the model computes in (`NEAR`): above 1 the choices that were given are not this pass's own. 0 without
+        routers."""
         if not self.logits:
             return 0.0
         regret, scale = self.regret()
-        dtype = str(next(iter(self.logits.values())).dtype).removeprefix("torch.")
-        return float(regret.detach().max()) / (NEAR[dtype] * max(1.0, scale))
+        near = NEAR[str(computed).removeprefix("torch.")]
+        return float(regret.detach().max()) / (near * max(1.0, scale))
 
 
 def following(passes: Sequence[Routing]) -> Routing | None:

@@ -137,7 +137,7 @@ class Sharing:
             once, all_N = self._choices(ids, lengths, tree)
             shared = self._shared(ids, at, tree, once)[self._to(tree.place_N)]
             alone = self._plain(ids, lengths, all_N)
-            lead = 0.0 if once is None else once.routing.chosen_by_more()
+            lead = 0.0 if once is None else once.routing.chosen_by_more(alone.dtype)
             gap = _gap([shared.detach()], [alone.detach()])
             if trained:
                 gap = max(gap, _gradient_gap(shared, alone, trained))

@@ -137,7 +137,7 @@ def test_choices_that_are_not_those_of_the_pass_are_told_from_rounding() -> None
         for given, wrong in ((own, False), ((own + 2) % 4, True)):
             layout.routing = told = Routing(given, True)
             out.hidden(ids, torch.arange(24), layout)
-            assert (told.chosen_by_more() > 1) == wrong
+            assert (told.chosen_by_more(made.dtype) > 1) == wrong
 
 
 def test_wrong_sharing_is_found_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
