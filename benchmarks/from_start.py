@@ -22,13 +22,30 @@ def start(seed: int, folder: Path) -> Path:
     return folder / f"start-{seed}"
 
 
-def run_from(model: Path, algorithm: Algorithm, *, name: str, seed: int, rate: float, steps: int, **rl: Any) -> Run:
-    """Reinforcement from a model, for a number of steps whatever it reaches. `rl`: further settings of the stage."""
-    base = recipe("arithmetic")
+def run_from(
+    model: Path,
+    algorithm: Algorithm,
+    *,
+    name: str,
+    seed: int,
+    rate: float,
+    steps: int,
+    base: Run | None = None,
+    ema: float | None = None,
+    **rl: Any,
+) -> Run:
+    """Reinforcement from a model, for a number of steps whatever it reaches.
+
+    Args:
+        base: the run whose stage `rl` and environment these are; None: the recipe `arithmetic`.
+        ema: decay of a moving average of the weights.
+        rl: further settings of the stage.
+    """
+    base = base or recipe("arithmetic")
     stage = base.stage("rl")
     assert isinstance(stage, Reinforce)
     ends: dict[str, Any] = {"eval_every": 0, "checkpoint_every": 0, "target": None, "wall_time": None}
-    optimizer = Optimizer(lr=rate, warmup=0)
+    optimizer = Optimizer(lr=rate, warmup=0, ema=ema)
     stage = replace(stage, algorithm=algorithm, optimizer=optimizer, steps=steps, **ends, **rl)
     return Run(
         recipe=name,

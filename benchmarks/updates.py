@@ -4,11 +4,13 @@ learning rate, and four on samples that are four steps old.
     python -m benchmarks.updates                          # all arms, seeds 0, 1, 2, both rates, and old samples
     python -m benchmarks.updates --only clip,gspo --seeds 0 --rates hot
     python -m benchmarks.updates --rates stale            # old samples alone
+    python -m benchmarks.updates --rates game,tool,hint   # lines that sums do not show, in worlds of their own
     python -m benchmarks.updates --seconds 300            # what is missing, as far as the time goes
 
 For each seed one SFT on arithmetic (40 % of the demonstrations wrong) makes the start. Every arm then takes the same
 number of steps on the same prompts: 8 prompts x 8 answers, cut into 4 minibatches, 4 times. The arms and what they are
-to show are in `updates_regions.py`, those on old samples in `updates_stale.py`, written before the runs. Writes
+to show are in `updates_regions.py`, those on old samples in `updates_stale.py`, those of other worlds in
+`updates_worlds.py`, written before the runs. Writes
 benchmarks/results/updates.json after each run, from which it goes on, and docs/several-updates.md.
 """
 
@@ -30,9 +32,9 @@ from typing import Any
 import numpy as np
 
 import posttrain
-from benchmarks import updates_stale
+from benchmarks import updates_stale, updates_worlds
 from benchmarks.algorithms import accuracies, teacher
-from benchmarks.from_start import run_from, start
+from benchmarks.from_start import run_from
 from benchmarks.updates_regions import (
     ARMS,
     ASIDE,
@@ -47,6 +49,7 @@ from benchmarks.updates_regions import (
     SEEDS,
     SIBLINGS,
     STEPS,
+    TOKENS,
     Prediction,
     drift_correlation,
 )
@@ -59,11 +62,15 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/updates.json"
 PAGE = ROOT / "docs/several-updates.md"
 WORKS: Mapping[str, Mapping[str, Algorithm]] = {
-    "mild": {**ARMS, **LATER, **LINES},
+    "mild": {**ARMS, **LATER, **LINES, **TOKENS},
     "hot": {**ARMS, **LATER},
     "stale": updates_stale.ARMS,
+    **{name: world.arms for name, world in updates_worlds.WORLDS.items()},
 }
-"""The arms at each learning rate. Samples of the last one are old."""
+"""The arms at each learning rate. Samples of `stale` are old; those of the last ones are of other worlds, at the mild
+rate."""
+EVERY = tuple(dict.fromkeys(arm for arms in WORKS.values() for arm in arms))
+"""All arms, in the order of the results."""
 TEACHING = 40
 """Steps of the teacher."""
 LAST = 3
@@ -98,16 +105,20 @@ class ArmRow:
     stopped: str
     """Why the run stopped early; '' where it did not."""
     seconds: float
+    heard: float | None = None
+    """Of a line that learns what it is told: by how much the mean log-prob of that rose, last steps less first step."""
 
 
 def run_of(arm: str, rate: str, seed: int, model: Path, steps: int | None = None) -> Run:
     """The run of one arm. The teacher of a line that learns from one is made beside the start."""
-    algorithm, old = WORKS[rate][arm], rate == "stale"
+    algorithm, old, world = WORKS[rate][arm], rate == "stale", updates_worlds.WORLDS.get(rate)
     taught = algorithm.taught
     reference = teacher(seed, TEACHING, model, model.parent / f"teacher-{seed}") if taught else None
     batch = {"prompts": PROMPTS, "siblings": SIBLINGS, "minibatches": MINIBATCHES, "epochs": EPOCHS}
     more: dict[str, Any] = {**(updates_stale.BATCH if old else batch), "reference": reference}
-    lr, most = (updates_stale.RATE, updates_stale.STEPS) if old else (RATES[rate], STEPS)
+    if world is not None:
+        more |= {"base": world.run(), "ema": world.ema}
+    lr, most = (updates_stale.RATE, updates_stale.STEPS) if old else (RATES.get(rate, RATES["mild"]), STEPS)
     return run_from(model, algorithm, name=arm, seed=seed, rate=lr, steps=steps or most, **more)
 
 
@@ -119,8 +130,9 @@ def play(arm: str, rate: str, seed: int, model: Path, folder: Path, steps: int |
         posttrain.run(run, out=out, quiet=True)
     except posttrain.PosttrainError as error:
         stopped = str(error).split(":")[0][:80]
-    lines = reader.steps(out)
-    before, after = (list(accuracies(out, i).values()) for i in (0, run.stages[-1].steps))
+        print(f"{arm} {rate} {seed}: {error}", flush=True)
+    lines, before = reader.steps(out), list(accuracies(out, 0).values())
+    after = [] if stopped else list(accuracies(out, run.stages[-1].steps).values())
     learned = [s for s in lines if "policy/ratio" in s.gauges]
     solved = [s.gauges["rollout/solved"].mean for s in learned]
     return ArmRow(
@@ -138,7 +150,14 @@ def play(arm: str, rate: str, seed: int, model: Path, folder: Path, steps: int |
         mean(learned, "optim/share") if any("optim/share" in s.gauges for s in learned) else 1.0,
         stopped,
         time.perf_counter() - begun,
+        rise(learned, "policy/heard"),
     )
+
+
+def rise(steps: Sequence[Step], gauge: str) -> float | None:
+    """By how much a gauge's mean is higher in the last steps than in the first; None where no step has it."""
+    found = [s.gauges[gauge].mean for s in steps if gauge in s.gauges]
+    return float(np.mean(found[-LAST:])) - found[0] if found else None
 
 
 def drift(fresh: bool, learned: Sequence[Step]) -> float | None:
@@ -178,6 +197,7 @@ def means(rows: Sequence[ArmRow]) -> dict[tuple[str, str], dict[str, float]]:
             "worst": min(r.after for r in mine),
             "seeds": float(len(mine)),
             "stopped": float(sum(bool(r.stopped) for r in mine)),
+            "heard": float(np.mean([math.nan if r.heard is None else r.heard for r in mine])),
         }
     return out
 
@@ -203,7 +223,7 @@ def table(found: Mapping[tuple[str, str], Mapping[str, float]], rate: str, arms:
 def page(rows: Sequence[ArmRow]) -> str:
     """docs/several-updates.md."""
     found, missing = means(rows), sum(map(len, WORKS.values())) * len(SEEDS) - len(rows)
-    before = float(np.mean([r.before for r in rows]))
+    before = float(np.mean([r.before for r in rows if r.rate in RATES]))
     rates = " and ".join(f"{lr:g} ({n})" for n, lr in RATES.items())
     lines = [
         "# Several updates on one batch",
@@ -244,9 +264,10 @@ def page(rows: Sequence[ArmRow]) -> str:
             *table(found, name, (*ARMS, *LATER)),
             "",
         ]
-    lines += ["## Lines with credit of their own, mild", "", *table(found, "mild", LINES), ""]
+    lines += ["## Lines with credit of their own, mild", "", *table(found, "mild", (*LINES, *TOKENS)), ""]
     lines += ["## Predicted before the runs", "", *predicted(PREDICTIONS, found), ""]
-    lines += ["## What parts them", "", *learned(found), "", *old_samples(found), "## Not arms of their own", ""]
+    lines += ["## What parts them", "", *learned(found), "", *old_samples(found), *other_worlds(found)]
+    lines += ["## Not arms of their own", ""]
     lines += [f"- `{n}`: {why}." for n, why in ASIDE.items()]
     if missing:
         whole = len(rows) + missing
@@ -288,6 +309,20 @@ def old_samples(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[st
     ]
 
 
+def other_worlds(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
+    """The part of the page about lines that sums do not show."""
+    lines = ["## Lines that need a world of their own", ""]
+    lines += [f"{MINIBATCHES * EPOCHS} updates a batch, {STEPS} batches and {RATES['mild']:g}, as above.", ""]
+    for name, world in updates_worlds.WORLDS.items():
+        of = [found[key] for key in found if key[1] == name]
+        before = f" Accuracy of the start: {np.mean([f['before'] for f in of]):.3f}." if of else ""
+        told = textwrap.fill(f"`{name}`: {world.what}.{before}", 118)
+        lines += [*told.split("\n"), "", *table(found, name, world.arms), ""]
+    lines += ["Predicted before the runs:", "", *predicted(updates_worlds.PREDICTIONS, found), ""]
+    said = [textwrap.fill(f"- {text}", 118, subsequent_indent="  ") for text in updates_worlds.LEARNED]
+    return [*lines, *said, *([""] if said else [])]
+
+
 def learned(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
     """What the runs showed, as a list."""
     if not {(a, r) for a in ARMS for r in RATES} <= found.keys():
@@ -317,7 +352,7 @@ def keep(row: ArmRow) -> None:
 
 
 def write(rows: list[ArmRow]) -> None:
-    order = {name: i for i, name in enumerate((*ARMS, *LATER, *LINES, *updates_stale.ARMS))}
+    order = {name: i for i, name in enumerate(EVERY)}
     rows = sorted((r for r in rows if r.arm in WORKS[r.rate]), key=lambda r: (order[r.arm], r.rate, r.seed))
     facts = {
         "date": time.strftime("%Y-%m-%d"),
@@ -351,7 +386,7 @@ def main() -> None:
                     done = any((r.arm, r.rate, r.seed) == (arm, rate, seed) for r in rows)
                     if done or time.perf_counter() - begun > args.seconds:
                         continue
-                    model = start(seed, args.keep or Path(scratch))
+                    model = updates_worlds.begin(rate, seed, args.keep or Path(scratch))
                     row = play(arm, rate, seed, model, Path(scratch))
                     if not args.dry:
                         keep(row)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import DR_GRPO, GRPO, IW_OPD, M2PO, MOPD, OPD, PPO, V_TRACE, VCPO
+from posttrain.core.ladder import DR_GRPO, GRPO, IW_OPD, M2PO, MOPD, OPD, OTB, PPO, V_TRACE, VCPO
 from posttrain.core.pieces.baseline import GroupMean
 from posttrain.core.pieces.pull import TokenL2
 from posttrain.core.pieces.trust import Cap, Clip, Divergence, Geometric, Hump, Soft
@@ -65,6 +65,11 @@ ARMS: dict[str, Algorithm] = {
 LINES: dict[str, Algorithm] = {a.name: a for a in (PPO, V_TRACE, OPD, IW_OPD, MOPD)}
 """Lines with credit of their own, as the ladder has them: a row each at the mild rate, to see that they learn. The
 teacher of the last three is the start after 40 steps of `dr_grpo` with one update a batch."""
+TOKENS: dict[str, Algorithm] = {
+    a.name: a for a in (OTB, patch(CLIP, "otb_clip", OTB.paper, baseline=OTB.baseline, scale="one"))
+}
+"""The baseline of tool turns, at the mild rate, of 2026-11-26: as the ladder has it, without a ratio, and under the
+clip that verl has beside it."""
 LATER: dict[str, Algorithm] = {M2PO.name: _arm(M2PO.name, clip=None, tokens=M2PO.tokens, anchor="behaviour")}
 """Arms of 2026-11-26, when `m2po` began to make its mask again for every update: before, it was `no_clip` here. The
 statements above about every arm are of the others."""
@@ -73,6 +78,7 @@ ASIDE: Mapping[str, str] = {
     "a3po": "its anchor is found by the versions of tokens, which are all equal here: it compares with the sampler",
     "aipo": "the cap of `cispo` at 4, not 5, against the sampler",
     "dr_grpo": f"credit and weight alone ({DR_GRPO.paper}); its trust region is `clip`",
+    "hierarchical GRPO, A*-PO": "no line of the ladder; what is missing for one is in [the notes](algorithms-notes.md)",
 }
 """Lines of the ladder that are no arm of their own, and why."""
 
@@ -164,6 +170,14 @@ PREDICTIONS: tuple[Prediction, ...] = (
     Prediction(
         "`m2po` ends within .15 of `clip` at both rates: a second moment of .04 is a ratio of about e^.2.",
         lambda f: all(abs(_after(f, "m2po", r) - _after(f, "clip", r)) < 0.15 for r in RATES),
+    ),
+    Prediction(
+        "Mild: `otb`, an arm of 2026-11-26 without a ratio, ends below its start, as `no_ratio` did; under a clip"
+        " (`otb_clip`) it ends within .1 of `clip`.",
+        lambda f: (
+            _after(f, "otb", "mild") < f["otb", "mild"]["before"]
+            and abs(_after(f, "otb_clip", "mild") - _after(f, "clip", "mild")) < 0.1
+        ),
     ),
 )
 

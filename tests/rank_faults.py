@@ -110,6 +110,6 @@ def planted(name: str, rank: int) -> Iterator[None]:
         yield
 
 
-def serve(rank: int, world: int, port: int, seconds: float) -> None:
+def serve(rank: int, world: int, port: int, **told: Any) -> None:
     with planted(os.environ.get(PLANTED, ""), rank):
-        rank_worker.serve(rank, world, port, seconds)
+        rank_worker.serve(rank, world, port, **told)

@@ -3,6 +3,7 @@ tell."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable
@@ -21,12 +22,15 @@ import posttrain
 from benchmarks import asynchrony, asynchrony_arms, grpo_work, head
 from benchmarks.side import ROOT, Worker
 from benchmarks.updates_regions import ARMS
+from benchmarks.updates_worlds import Nim
 from benchmarks.whole_answers import whole_answers
 from posttrain.core import reader
 from posttrain.core.gauge import merge
 from posttrain.core.reward_head import HeadShape
 from posttrain.core.run import Optimizer
+from posttrain.core.types import Task
 from posttrain.engine.heads import RewardHead
+from posttrain.environment.scripted import ScriptedPolicy
 from tests import faulty
 from tests.late import Late, episodes_of, late_run
 
@@ -177,6 +181,53 @@ def test_arms_of_several_updates_part(tmp_path: Path) -> None:
     silent = {arm: f["policy/clip_low"] + f["policy/clip_high"] for arm, f in found.items()}
     assert silent["no_clip"] == silent["seq_is"] == 0 < silent["clip"] < 0.4 < silent["gspo"], silent
     assert "optim/share" not in found["seq_is"] and 0.1 < found["vcpo_step"]["optim/share"] < 0.99, found["vcpo_step"]
+
+
+def game(heap: int, role: str, mine: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[ScriptedPolicy, bool]:
+    """A game of the study of roles with these moves. Returns the trained seat, and whether it won."""
+    task = Task(
+        "nim-0", f"{'a' if role == 'first' else 'b'}<{heap}>", "", {"heap": heap, "source": f"nim/{role}", "game": 7}
+    )
+    talk = ScriptedPolicy(mine, seats={"opponent": theirs})
+    asyncio.run(Nim(heldout_count=4).play(task, talk))
+    assert talk.said == list(mine) and talk.others["opponent"].said == list(theirs)
+    return talk, talk.state["won"]
+
+
+@pytest.mark.parametrize(
+    ("heap", "role", "mine", "theirs", "won", "seen"),
+    [
+        (5, "first", ("1", "3"), ("1",), True, ["a<5>", "<3>"]),
+        (5, "first", ("1",), ("4",), True, ["a<5>"]),
+        (5, "first", ("1", "4"), ("1",), False, ["a<5>", "<3>"]),
+        (8, "second", ("1", "3"), ("3", "1"), False, ["b<8>", "<4>"]),
+        (8, "second", ("2", "1", "1"), ("1", "3"), True, ["b<8>", "<5>", "<1>"]),
+        (5, "first", ("x",), (), False, ["a<5>"]),
+    ],
+    ids=["wins", "they break a rule", "it breaks one", "they win", "wins second", "no move"],
+)
+def test_the_game_of_two_roles(
+    heap: int, role: str, mine: tuple[str, ...], theirs: tuple[str, ...], won: bool, seen: list[str]
+) -> None:
+    """Each seat sees its role and the heap before each of its moves; who takes the last stone wins, a wrong move
+    loses."""
+    talk, found = game(heap, role, mine, theirs)
+    assert (found, talk.seen) == (won, seen)
+    assert talk.others["opponent"].seen[0] == seen[0].translate(str.maketrans("ab", "ba"))
+
+
+def test_held_out_games_are_against_moves_drawn_at_random() -> None:
+    """A demonstration is a whole game of legal moves against them, and they are the same moves each time."""
+    world, random = Nim(heldout_count=40), Nim(heldout_count=40, opponent="random")
+    wins = list[bool]()
+    for task in world.heldout:
+        _, turns = random.demonstrate(task, "move", np.random.default_rng(0), 0.0)
+        assert isinstance(turns, tuple)
+        talk = ScriptedPolicy(turns)
+        asyncio.run(world.play(task, talk))
+        assert talk.said == list(turns) and not talk.others and all(t in ("1", "2", "3") for t in turns)
+        wins.append(talk.state["won"])
+    assert 8 < sum(wins) < 32 and len({t.info["source"] for t in world.heldout}) == 2
 
 
 def test_asking_ahead_is_compared_with_the_synchronous_side_of_its_round() -> None:

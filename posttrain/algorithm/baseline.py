@@ -60,6 +60,8 @@ class Siblings:
     """Reward of the prompt's greedy answer, where there is one."""
     ema: float = 0.0
     """The moving baseline before these samples."""
+    again: bool = False
+    """Whether an earlier step learned from them, so that the moving baseline has taken them in."""
     scored: Sequence[Scored] = ()
     """The siblings with the streams that the algorithm reads."""
 
@@ -83,6 +85,8 @@ def _(b: Zero | ToGo, siblings: Siblings) -> tuple[Array, float]:
 @centred.register(Ema)
 @centred.register(SourceEma)
 def _(b: Ema, siblings: Siblings) -> tuple[Array, float]:
+    if siblings.again:
+        return siblings.rewards - siblings.ema, siblings.ema
     before: list[float] = []
     ema = siblings.ema
     for x in siblings.rewards:

@@ -183,7 +183,7 @@ def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: fl
     """(reward minus baseline [G] of one prompt, the moving baseline afterwards)."""
     greedy = group.group.greedy
     best = 0.0 if greedy is None or greedy.reward is None else greedy.reward
-    return centred(a.baseline, Siblings(r, lengths, best, ema, group.episodes))
+    return centred(a.baseline, Siblings(r, lengths, best, ema, group.group.again, group.episodes))
 
 
 def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:

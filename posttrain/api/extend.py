@@ -66,6 +66,7 @@ ALLOWED: Mapping[str, str] = {
     "Processes.delta": "whether only what changed is sent",
     "Processes.timeout": "how long anything may take",
     "Processes.deaths": "how many engines a turn may kill",
+    "Processes.environments": "how many processes play episodes",
     "Ray.address": "which Ray cluster they work on",
     "Ray.verifiers": "where verifiers work",
     "Embedded.cache_gib": "memory of the cache",

@@ -61,6 +61,7 @@ def run(
     trust: bool = False,
     nproc: int | None = None,
     rank_timeout: float = SECONDS,
+    replicas: int = 1,
     **settings: Any,
 ) -> Result:
     """Run a recipe, or go on with a run that was cut or that shall be longer.
@@ -81,13 +82,14 @@ def run(
         trust: allow what a folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
         nproc: train with so many processes on this machine, each with a part of the weights (docs/shards.md).
         rank_timeout: seconds that one of them waits for the others before the run stops and says for whom.
+        replicas: copies of the weights among these processes; each copy is cut over the same number of them.
         settings: any other setting by its name: `model="my-model", steps=50, sampling={"max_tokens": 64}`.
     """
     named = {"env": env, "algorithm": algorithm}
     words = [*overrides, *setting_words({n: v for n, v in named.items() if isinstance(v, str)} | settings)]
     own = None if isinstance(algorithm, str) else algorithm
     handed = HandedObjects(None if isinstance(env, str) else env, rewards, own)
-    ranks = RankOptions(nproc=nproc, seconds=rank_timeout)
+    ranks = RankOptions(nproc=nproc, seconds=rank_timeout, replicas=replicas)
     if under_torchrun() and torchrun_rank() > 0:
         from posttrain.api.ranked import follow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,7 +31,7 @@ from posttrain.controller.rank_lead import (
 from posttrain.controller.rank_state import RankState
 from posttrain.controller.rank_worker import work
 from posttrain.core import seeds
-from posttrain.core.errors import ConfigError, EngineError
+from posttrain.core.errors import EngineError
 from posttrain.core.machine import cores
 from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
 from posttrain.core.run import Run
@@ -39,7 +39,7 @@ from posttrain.engine import attention
 from posttrain.engine.models import Policy
 from posttrain.engine.rank_orders import END, HERE, LONG, RankLost, Store, met
 from posttrain.engine.rank_processes import RankProcesses
-from posttrain.engine.sharded import ShardedLearner, refuse_ranks
+from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_reference import Mould
 
 WORKER = "posttrain.controller.rank_worker"
@@ -58,6 +58,8 @@ class RankStart:
     threads: int
     deterministic: bool
     fault: str | None
+    how: Mapping[str, Any]
+    """Further arguments of the learner."""
 
     def __call__(self, state: RankState) -> None:
         use_threads(self.threads)
@@ -65,17 +67,7 @@ class RankStart:
         PLANTED.enter_context(faults.planted(self.fault))
         torch.manual_seed(seeds.torch_seed(self.seed, "torch"))
         state.mould = Mould(self.policy)
-        state.own = ShardedLearner(self.policy, state.ranks)
-
-
-def refuse_policy(policy: Policy) -> None:
-    """ConfigError for a loaded policy that a run over ranks does not train yet."""
-    refuse_ranks(policy)
-    if policy.lora is not None:
-        raise ConfigError(
-            "over ranks (--nproc, torchrun): a model with an adapter is not built. Merge the adapter into its weights"
-            " first, or train in one process"
-        )
+        state.own = ShardedLearner(self.policy, state.ranks, **self.how)
 
 
 def begin_rank(state: RankState, start: bytes) -> None:
@@ -97,12 +89,15 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
             store.set(HERE.format(0), "1")
         else:
             world = options.world
-            processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds)
+            told = {"seconds": options.seconds, "replicas": options.replicas}
+            processes = RankProcesses(world, WORKER, rank_threads(run, options), told)
             closing.callback(processes.close, kill=True)
             store = processes.store
             processes.await_all(options.seconds)
         try:
-            ranks = closing.enter_context(met(store, 0, world, options.seconds, processes is not None))
+            ranks = closing.enter_context(
+                met(store, 0, world, options.seconds, options.replicas, processes is not None)
+            )
         except RuntimeError as error:
             why = processes.gone() if processes is not None else ""
             raise RankLost(f"the ranks did not meet: {why or error}. Nothing was begun: start again") from error
@@ -117,7 +112,7 @@ def follow(options: RankOptions) -> int:
     store.wait([HERE.format(0)], LONG)
     if store.get(HERE.format(0)).decode() == END:
         return 0
-    return work(store, torchrun_rank(), torchrun_world(), options.seconds)
+    return work(store, torchrun_rank(), torchrun_world(), options.seconds, options.replicas)
 
 
 def dismiss(options: RankOptions) -> None:
@@ -144,7 +139,8 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
     Raises:
         EngineError: the model cannot be sent to another process.
     """
-    start = RankStart(policy, run.seed, torch.get_num_threads(), run.deterministic, run.fault)
+    how = {"gradient_checkpointing": run.model.checkpointing}
+    start = RankStart(policy, run.seed, torch.get_num_threads(), run.deterministic, run.fault, how)
     try:
         sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
     except Exception as error:
@@ -153,7 +149,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
         ) from error
     with lead.ordered("build the learner", (begin_rank, (sent,))):
         lead.state.mould = Mould(policy)
-        lead.state.own = made = LeadLearner(policy, lead)
+        lead.state.own = made = LeadLearner(policy, lead, **how)
     return made
 
 

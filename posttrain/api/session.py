@@ -15,7 +15,7 @@ from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
 from posttrain.api.lineage import began_with, write_lineage
 from posttrain.api.proofs import prove_start
-from posttrain.api.ranked import leading, over_ranks, rank_threads, refuse_policy
+from posttrain.api.ranked import leading, over_ranks, rank_threads
 from posttrain.api.request import RunRequest
 from posttrain.api.role_table import RoleWatch
 from posttrain.api.summary import conclude, planted_lines
@@ -43,6 +43,7 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.engine.pool.engine_pool import EnginePool
+from posttrain.engine.sharded import refuse_ranks
 from posttrain.role.weights import load_weights
 
 
@@ -145,7 +146,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     lead = cleanup.enter_context(leading(run, request.ranks))
     policy = session_policy(request)
     if over:
-        refuse_policy(policy)
+        refuse_ranks(policy)
     notes = request.notes
     if book is None:
         folder = request.out or new_folder(Path("runs"), run.recipe)

@@ -150,7 +150,8 @@ def expected_credit(
     reward = [r - math.fsum(c) for (r, *_), c in zip(shaped, paid, strict=True)]
     terms = [size + math.fsum(abs(x) for x in c) for (_, size, _), c in zip(shaped, paid, strict=True)]
     fine = [_resolution(s.episode) for _, s in samples]
-    each = _centred(a, samples, [r for r, *_ in shaped], reward, paid, ema)
+    again = [g.group.again for g in groups]
+    each = _centred(a, samples, [r for r, *_ in shaped], reward, paid, ema, again)
     if each is None:
         return None
     members = [[i for i, (p, _) in enumerate(samples) if p == group] for group in range(len(groups))]
@@ -261,8 +262,9 @@ def _centred(
     reward: Sequence[float],
     paid: Sequence[Any],
     ema: float,
+    again: Sequence[bool],
 ) -> list[np.ndarray] | None:
-    """Credit minus its baseline and before any scale, for each episode's spoken tokens."""
+    """Credit minus its baseline and before any scale, for each episode's spoken tokens. `again`: of each group."""
     out: list[np.ndarray] = []
     name = kind(a.baseline)
     members: dict[int, list[int]] = {}
@@ -295,7 +297,7 @@ def _centred(
             continue
         else:
             credit = reward[i] - ema
-            ema += (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
+            ema += 0.0 if again[p] else (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
         out.append(np.full(tokens, credit))
     return out
 

@@ -68,9 +68,10 @@ def _furthest(a: RegeneratedAnswer) -> int:
 
 
 def _scored(e: Episode) -> tuple[list[int], list[float]]:
-    by_end = {j.end: j.verdict.score for j in e.verdicts if not j.paid}
-    ends = sorted(end for end, score in by_end.items() if end is not None and score is not None)
-    return ends, [by_end[end] or 0.0 for end in ends]
+    """Ends and scores of the steps; of those that end with one token the lowest."""
+    scored = [(j.end, j.verdict.score) for j in e.verdicts if not j.paid and j.end is not None]
+    ends = sorted({end for end, score in scored if score is not None})
+    return ends, [min(score for at, score in scored if at == end and score is not None) for end in ends]
 
 
 def _right_by_scores(e: Episode, at: float) -> int:

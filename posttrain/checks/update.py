@@ -16,7 +16,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Learner
-from posttrain.core.ranks import ALONE, Ranks, joint_norm, of_every
+from posttrain.core.ranks import ALONE, Ranks, joint_norm, of_every, of_one_copy
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.streams import ADVANTAGE
@@ -150,7 +150,7 @@ class Handed:
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
         norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads.values()))
         ranks: Ranks = getattr(optimizer, "ranks", ALONE)
-        norm = norm if ranks.world == 1 else joint_norm(ranks.every(norm))
+        norm = norm if ranks.world == 1 else joint_norm(of_one_copy(ranks, norm, "gradient"))
         grads = {n: g for n, g in grads.items() if g.numel()}  # a rank may have no row of a weight
         largest: dict[str, Largest] = {}
         for name, g in grads.items():

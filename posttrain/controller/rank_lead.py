@@ -19,6 +19,7 @@ from posttrain.algorithm.losses import Loss
 from posttrain.controller import rank_state as together
 from posttrain.controller.rank_state import RankState
 from posttrain.controller.rank_worker import EXCHANGE, Proceed, StepOrder, of_exchange
+from posttrain.core.adapter import AdapterTrial
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauges
@@ -235,6 +236,9 @@ class LeadLearner(ShardedLearner):
     def fingerprint(self) -> str:
         return self._do("fingerprint")
 
+    def adapter(self) -> AdapterTrial | None:
+        return None if self.policy.lora is None else LeadTrial(self._lead)
+
     def shards(self) -> Iterator[Shard]:
         """The parts of all ranks, in buckets; this rank's own while all do the same."""
         return super().shards() if self._lead.busy else self._of_all()
@@ -257,6 +261,24 @@ class LeadLearner(ShardedLearner):
 
     def put_weights(self, copied: int) -> None:
         self._lead.all(together.put_copy, copied)
+
+
+class LeadTrial:
+    """`core.adapter.AdapterTrial` on rank 0: every rank makes its own rows of the adapter loud."""
+
+    def __init__(self, lead: RankLead) -> None:
+        self._lead = lead
+
+    @contextmanager
+    def loud(self) -> Iterator[None]:
+        self._lead.all(together.make_loud)
+        try:
+            yield
+        finally:
+            self._lead.all(together.make_quiet)
+
+    def without(self, packed: Packed) -> np.ndarray:
+        return self._lead.all(together.score_without_adapter, packed)
 
 
 class LeadReference:

@@ -14,16 +14,22 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from posttrain.core.batch import Packed
 from posttrain.core.errors import RunFolderError
+from posttrain.core.ports import Reference
 from posttrain.core.ranks import check_same, of_every
 from posttrain.core.shards import Shard
 from posttrain.core.stage import Optimizer, Stage
+from posttrain.engine.adapter import switched_off
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.gather import gathered
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.sharded import ShardedLearner
-from posttrain.engine.sharded_reference import Mould, ShardedReference
+from posttrain.engine.sharded_checkpoint import masters_of
+from posttrain.engine.sharded_cut import first_row
+from posttrain.engine.sharded_loud import loud_rows, put_rows
+from posttrain.engine.sharded_reference import Mould, frozen_rows
 from posttrain.role.events import Event, Observer
 from posttrain.role.saved_parts import SavedTensors, write_part
 from posttrain.role.trainer import Trainer
@@ -59,9 +65,11 @@ class RankState:
     mould: Mould | None = None
     optimizer: StageOptimizer | None = None
     trained: Trainer | None = None
-    references: dict[int, ShardedReference] = field(default_factory=dict[int, ShardedReference])
+    references: dict[int, Reference] = field(default_factory=dict[int, Reference])
     copies: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
     """Weights that are kept in memory, by the number that rank 0 knows them by."""
+    quiet: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """An adapter's own numbers while it is loud."""
     checks: Sequence[Observer] = ()
     """The checks of this rank's own rows."""
     roles: Any = None
@@ -97,7 +105,7 @@ def freeze(state: RankState, number: int, dropped: Sequence[int]) -> str:
     for old in dropped:
         state.references.pop(old, None)
     assert state.mould is not None
-    state.references[number] = made = ShardedReference(state.learner, state.mould, state.ranks)
+    state.references[number] = made = frozen_rows(state.learner, state.mould, state.ranks)
     return made.digest
 
 
@@ -111,10 +119,27 @@ def send_weights(state: RankState) -> None:
         pass
 
 
+def make_loud(state: RankState) -> None:
+    """Let the adapter add random numbers to what its layers compute, until `make_quiet`."""
+    state.quiet = loud_rows(state.learner)
+
+
+def make_quiet(state: RankState) -> None:
+    put_rows(state.learner, state.quiet)
+    state.quiet = {}
+
+
+def score_without_adapter(state: RankState, packed: Packed) -> Any:
+    with switched_off(state.learner.policy.module):
+        return state.learner.packed_score(packed)
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
 def make_optimizer(state: RankState, config: Optimizer, make: Callable[..., StageOptimizer], given: Any) -> None:
+    """As in one process, master copies begin with the rounded weights."""
+    state.learner.round_masters()
     state.optimizer = make(state.learner.parameters(), config, *given, ranks=state.ranks)
 
 
@@ -143,13 +168,17 @@ def check_rows(state: RankState, number: int) -> Any:
 
 
 def write_weights(state: RankState, folder: str) -> None:
-    own = state.learner.parameters()
-    _write(state, Path(folder) / WEIGHTS, {n: p.detach() for n, p in own.items()}, lambda name: name)
+    _write(state, Path(folder) / WEIGHTS, state.learner.rounded_rows(), lambda name: name)
 
 
 def write_state(state: RankState, folder: str) -> None:
+    _write(state, Path(folder) / OPTIMIZER, _whole_state(state), _parameter)
+
+
+def _whole_state(state: RankState) -> dict[str, Tensor]:
+    """The optimizer's state as one process has it: with the master copies, which over ranks the learner holds."""
     assert state.optimizer is not None
-    _write(state, Path(folder) / OPTIMIZER, dict(state.optimizer.state_tensors()), _parameter)
+    return masters_of(state.learner, state.optimizer) | state.optimizer.state_tensors()
 
 
 def read_weights(state: RankState, folder: str) -> None:
@@ -191,13 +220,19 @@ def read_state(state: RankState, folder: str) -> None:
             )
         else:
             out[name] = saved.box(name, place.offsets, tuple(place.tensor.shape))
-    optimizer.load_state_tensors(out)
+    masters = masters_of(state.learner, optimizer)
+    if missing := sorted(masters.keys() - out.keys()):
+        raise RunFolderError(f"the optimizer state lacks {missing[0]!r}: resume with the model and stage of the run")
+    with torch.no_grad():
+        for name in masters:
+            own[_parameter(name)].copy_(out[name])
+    kept = optimizer.state_tensors().keys()
+    optimizer.load_state_tensors({n: t for n, t in out.items() if n not in masters or n in kept})
 
 
 def state_fingerprint(state: RankState) -> str:
     """Of the whole state of the optimizer. One tensor is whole at a time."""
-    assert state.optimizer is not None
-    held = state.optimizer.state_tensors()
+    held = _whole_state(state)
     check_same(
         state.ranks, sorted(held), "optimizer state", "A rank left out an update: go on from the last checkpoint"
     )
@@ -215,27 +250,24 @@ def keep_copy(state: RankState, number: int) -> None:
 
 
 def put_copy(state: RankState, number: int) -> None:
-    kept = state.copies.pop(number)
-    with torch.no_grad():
-        for name, p in state.learner.parameters().items():
-            p.copy_(kept[name])
+    put_rows(state.learner, state.copies.pop(number))
 
 
 def part_of(learner: ShardedLearner, name: str, own: Tensor) -> Shard:
-    """The rank's part of something as large as a parameter, with its place: ceil(rows / ranks) rows on each, fewer or
-    none on the last ones."""
+    """The rank's part of something as large as a parameter, with its place."""
     whole: DTensor = learner.like(name, own)  # type: ignore[assignment]
-    mesh, rows = whole.device_mesh, whole.shape[0]
-    begin = min(rows, -(-rows // mesh.size()) * mesh.get_local_rank())
-    return Shard(name, own, tuple(whole.shape), (begin, *[0] * (whole.ndim - 1)))
+    return Shard(name, own, tuple(whole.shape), (first_row(whole), *[0] * (whole.ndim - 1)))
 
 
 def _write(state: RankState, path: Path, own: dict[str, Tensor], parameter: Callable[[str], str]) -> None:
+    """Of copies of the weights the first is written."""
+    first_copy = state.ranks.rank < state.ranks.world // state.ranks.replicas
+
     def shard(name: str, tensor: Tensor) -> Shard:
         if not tensor.ndim:
             return Shard.of(name, tensor)
         place = part_of(state.learner, parameter(name), tensor)
-        return Shard(name, tensor, place.shape, place.offsets)
+        return Shard(name, tensor if first_copy else tensor[:0], place.shape, place.offsets)
 
     write_part(path, (shard(n, t) for n, t in own.items()), state.ranks.rank, state.ranks.world)
     state.ranks.every("written")

@@ -37,19 +37,19 @@ class Proceed:
     value: Any = None
 
 
-def serve(rank: int, world: int, port: int, seconds: float) -> None:
+def serve(rank: int, world: int, port: int, seconds: float, replicas: int = 1) -> None:
     """What a process that the run has started on this machine runs."""
     store = TCPStore(LOOPBACK, port, world, is_master=False)
     store.set(HERE.format(rank), "1")
-    sys.exit(work(store, rank, world, seconds, local=True))
+    sys.exit(work(store, rank, world, seconds, replicas, local=True))
 
 
-def work(store: Store, rank: int, world: int, seconds: float, local: bool = False) -> int:
+def work(store: Store, rank: int, world: int, seconds: float, replicas: int = 1, local: bool = False) -> int:
     """Do what rank 0 orders; returns the exit code of the process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when the run ends
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
-    with met(store, rank, world, seconds, local) as ranks:
+    with met(store, rank, world, seconds, replicas, local) as ranks:
         orders = RankOrders(ranks, store)
         try:
             RankWorker(RankState(ranks), orders).until_ended()

@@ -33,12 +33,19 @@ class RankOptions:
     it started."""
     seconds: float = SECONDS
     """How long a rank waits in an exchange for the others before the run stops."""
+    replicas: int = 1
+    """Copies of the weights (HSDP). Each copy is cut over the same number of ranks."""
 
     def __post_init__(self) -> None:
         if self.nproc is not None and self.nproc < 1:
             raise ConfigError(f"--nproc {self.nproc}: must be >= 1")
         if not self.seconds > 0:
             raise ConfigError(f"--rank-timeout {self.seconds:g}: must be > 0")
+        if self.replicas < 1 or (self.world or 1) % self.replicas:
+            raise ConfigError(
+                f"--replicas {self.replicas}: of {self.world or 1} ranks. Each copy of the weights is cut over the same"
+                " number of ranks, so give a divisor of their number"
+            )
         if self.nproc is not None and under_torchrun() and self.nproc != (world := torchrun_world()):
             raise ConfigError(
                 f"--nproc {self.nproc}: torchrun has started {world} processes, and each is a rank. Leave --nproc out"
@@ -82,14 +89,13 @@ def _refusals(run: Run) -> Iterator[str]:
         yield f"model.device={model.device} is not built; ranks compute on CPU (gloo). Set model.device=cpu"
     if model.dtype != "float32":
         yield f"model.dtype={model.dtype} is not built. Set model.dtype=float32"
-    for name in ("lora", "quantize"):
-        if getattr(model, name) is not None:
-            yield f"model.{name} is not built. Leave it out, or train in one process"
+    if model.checkpointing != "none":
+        yield "model.gradient_checkpointing is not built. Leave it out"
+    if model.quantize is not None:
+        yield "model.quantize is not built. Leave it out, or train in one process"
     if model.compile or model.warm_up:
         name = "compile" if model.compile else "warm_up"
         yield f"model.{name}=true is not built. Leave it out"
-    if model.checkpointing != "none":
-        yield "model.gradient_checkpointing is not built. Leave it out"
     if isinstance(run.engine, VLLM) and not (run.engine.server or run.engine.url) and isinstance(run.placement, Local):
         yield (
             "vLLM in this process opens a group of its own in torch.distributed, where the ranks have theirs. Set"

@@ -26,6 +26,10 @@ class StepLabeling(Stage):
     prover: int = 1
     """The soft label is the chance that the best of so many completions is right: the value of a prover that is best of
     K of the policy (PAV, 2410.08146). 1: of a single one. At most `completions`."""
+    early_ends: bool = False
+    """Label each answer a second time, as one that ended after one of its earlier steps, drawn at random: the
+    environment judges that. A policy that imitates whole answers never stops early, so a model of its answers alone
+    does not know what that is worth, and a policy that is paid by the model finds out. Nothing more is sampled."""
     prompts: int = 32
     """Prompts asked in a step."""
     siblings: int = 4

@@ -341,6 +341,8 @@ class Group:
     """What batch rewards logged about this group, as gauges of the step."""
     discount: float = 1.0
     """Factor of its credit: less than 1 where a step learns from it again (`core.replay`)."""
+    again: bool = False
+    """Whether a step learns from it again. A moving baseline has taken it in already, and does not a second time."""
 
     def __post_init__(self) -> None:
         if not self.episodes:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from posttrain.core.adapter import AdapterTrial
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.run import Checkpointing
@@ -235,7 +236,7 @@ class HFLearner:
             InvariantError: a frozen weight has other bits than at the first call.
         """
         tensors = dict(named_tensors(self.policy.module))
-        found = fingerprints((name, self._whole(tensor)) for name, tensor in tensors.items())
+        found = fingerprints((name, self.whole(tensor)) for name, tensor in tensors.items())
         frozen = {n: found[n] for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
         self._frozen = frozen if self._frozen is None else self._frozen
         if moved := [n for n, digest in frozen.items() if self._frozen.get(n, digest) != digest]:
@@ -246,10 +247,11 @@ class HFLearner:
             )
         return digest_of(found)
 
-    def _whole(self, tensor: Tensor) -> Tensor:
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of one of its tensors, of which a process may hold a part."""
         return tensor
 
-    def adapter(self) -> TrialOfAdapter | None:
+    def adapter(self) -> AdapterTrial | None:
         """What shows that a sampler computes with the adapter; None where all weights train."""
         return None if self.policy.lora is None else TrialOfAdapter(self.policy.module, self)
 

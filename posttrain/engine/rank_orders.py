@@ -40,18 +40,24 @@ class OrdersEnded(Exception):
 
 
 @contextmanager
-def met(store: Store, rank: int, world: int, seconds: float, local: bool = False) -> Iterator[ProcessRanks]:
+def met(
+    store: Store, rank: int, world: int, seconds: float, replicas: int = 1, local: bool = False
+) -> Iterator[ProcessRanks]:
     """Inside, this process is one of `world` ranks that share a store.
 
     Args:
         seconds: how long an exchange may wait for a rank.
+        replicas: copies of the weights; see `ProcessRanks.part`.
         local: all ranks are on this machine: listen at its loopback address alone.
     """
     with _loopback() if local else contextlib.nullcontext():
         within = PrefixStore("exchange", store)
         dist.init_process_group("gloo", store=within, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
     try:
-        yield ProcessRanks()
+        everyone = ProcessRanks(seconds=seconds)
+        found = everyone if replicas == 1 else everyone.part(range(world), replicas)
+        assert found is not None
+        yield found
     finally:
         dist.destroy_process_group()
 

@@ -10,30 +10,34 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from posttrain.engine.rank_orders import HERE, LOOPBACK, RankLost
 
-COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({rank}, {world}, {port}, {seconds})"
+COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({rank}, {world}, {port}, **{told})"
 LOG_LINES = 12
 """Last lines of a process's output that an error message quotes."""
+BEGIN_SECONDS = 120.0
+"""Seconds that a process has at least to begin, whatever an exchange may take."""
 END_SECONDS = 20.0
 """Seconds that a process has to end by itself."""
 
 
 class RankProcesses:
-    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, port, seconds)`. `store` is where all meet."""
+    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, port, **told)`. `store` is where all meet."""
 
-    def __init__(self, world: int, module: str, threads: int, seconds: float) -> None:
+    def __init__(self, world: int, module: str, threads: int, told: Mapping[str, Any]) -> None:
         self.store = TCPStore(LOOPBACK, 0, world, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-ranks-")
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         atexit.register(self._killed)
         for rank in range(1, world):
-            told = {"rank": rank, "world": world, "port": self.store.port, "seconds": seconds}
-            code = COMMAND.format(path=sys.path, module=module, **told)
+            given = {"rank": rank, "world": world, "port": self.store.port, "told": dict(told)}
+            code = COMMAND.format(path=sys.path, module=module, **given)
             with self._log(rank).open("wb") as log:
                 self._processes[rank] = subprocess.Popen(
                     [sys.executable, "-c", code],
@@ -54,6 +58,7 @@ class RankProcesses:
         Raises:
             RankLost: one ended before, or did not come in time.
         """
+        seconds = max(seconds, BEGIN_SECONDS)
         last = time.monotonic() + seconds
         for rank in self._processes:
             while not self.store.check([HERE.format(rank)]):
@@ -61,7 +66,7 @@ class RankProcesses:
                     raise RankLost(f"rank {rank} is gone before its first order: {how}. Nothing was begun: start again")
                 if time.monotonic() > last:
                     raise RankLost(
-                        f"rank {rank} did not begin within {seconds:g} s (--rank-timeout); its process"
+                        f"rank {rank} did not begin within {seconds:g} s; its process"
                         f" {'is stopped' if self.stopped(rank) else 'lives'}. Nothing was begun: start again"
                     )
                 time.sleep(0.02)

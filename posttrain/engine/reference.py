@@ -3,6 +3,7 @@ the same, else a copy."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +29,7 @@ def freeze(learner: HFLearner) -> Reference:
     A policy whose adapter does nothing yet is its own reference with the adapter switched off, and no copy is made. Of
     any other policy the weights that train are copied.
     """
-    return AdapterOff(learner) if _begins(learner.policy) else FrozenScorer(learner.policy)
+    return AdapterOff(learner) if begins(learner.policy) else FrozenScorer(learner.policy)
 
 
 def frozen_module(reference: Reference) -> PreTrainedModel:
@@ -81,7 +82,8 @@ class AdapterOff:
             return self._learner.top(_own_experts(packed), k)
 
     def fingerprint(self) -> str:
-        return fingerprint((n, t) for n, t in named_tensors(self._learner.policy.module) if not t.requires_grad)
+        held = named_tensors(self._learner.policy.module)
+        return fingerprint((n, self._learner.whole(t)) for n, t in held if not t.requires_grad)
 
 
 def _own_experts(packed: Packed) -> Packed:
@@ -89,8 +91,12 @@ def _own_experts(packed: Packed) -> Packed:
     return packed if packed.routed_N is None else replace(packed, routed_N=None)
 
 
-def _begins(policy: Policy) -> bool:
-    """Whether the policy has an adapter, trains nothing else, and computes the same bits without it."""
+def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()) -> bool:
+    """Whether the policy has an adapter, trains nothing else, and computes the same bits without it.
+
+    Args:
+        inside: where its weights may be computed with.
+    """
     module = policy.module
     own = adapter_tensors(module)
     if not own or any(t.requires_grad for n, t in named_tensors(module) if n not in own):
@@ -100,8 +106,8 @@ def _begins(policy: Policy) -> bool:
     try:
         with torch.no_grad():
             with switched_off(module):
-                base = _canary_logits(policy)
-            return torch.equal(base, _canary_logits(policy))
+                base = inside(lambda: _canary_logits(policy))
+            return torch.equal(base, inside(lambda: _canary_logits(policy)))
     finally:
         module.train(training)
 

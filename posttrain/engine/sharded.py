@@ -32,7 +32,7 @@ from posttrain.core.shards import Shard
 from posttrain.core.types import Top
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.heads import NAME
-from posttrain.engine.learner import SCORE_TOKENS, HFLearner
+from posttrain.engine.learner import HEADS, SCORE_TOKENS, HFLearner
 from posttrain.engine.models import Policy, named_tensors, served_tensors
 from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.quantise import is_quantised
@@ -104,7 +104,7 @@ class ShardedLearner(HFLearner):
         for name, p in self._sharded.items():
             p.register_post_accumulate_grad_hook(self._giving(self._own[name]))
         if prove is not None:
-            self._pass(lambda: prove(self.policy))
+            self.inside(lambda: prove(self.policy))
 
     @staticmethod
     def _giving(own: nn.Parameter) -> Callable[[Tensor], None]:
@@ -124,13 +124,14 @@ class ShardedLearner(HFLearner):
         """Differentiable scores of one micro-batch of this rank. All ranks call it together, each with its own, and
         then backward()."""
         self._prove_sharing()
-        return self._pass(lambda: super(ShardedLearner, self).forward(packed, **asked))
+        return self.inside(lambda: super(ShardedLearner, self).forward(packed, **asked))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's own part of every trainable parameter: rows of it, which may be none."""
         return dict(self._own)
 
-    def _pass(self, function: Callable[[], T]) -> T:
+    def inside(self, function: Callable[[], T]) -> T:
+        """Call what reads weights where they come together. All ranks call it at once."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views: nobody writes into scores
             return self._inside(function)
@@ -139,14 +140,14 @@ class ShardedLearner(HFLearner):
         """At the first pass, where shared beginnings are computed once."""
         rows, width = self._reader._rows, self._reader.out.weight.shape[0]
         if isinstance(rows, Sharing) and rows.on and not rows.proved:
-            prove(rows, self._pass, self._own, self.ranks, width, self.policy.context)
+            prove(rows, self.inside, self._own, self.ranks, width, self.policy.context)
 
     # --- without ------------------------------------------------------------------------------------------------------
 
     def _divided(self, packed: Packed, compute: Callable[[Packed], T], per: Literal["token", "segment"] = "token") -> T:
         self._prove_sharing()
         with torch.no_grad():
-            return divided(packed, self.ranks, SCORE_TOKENS, lambda part: self._pass(lambda: compute(part)), per)
+            return divided(packed, self.ranks, SCORE_TOKENS, lambda part: self.inside(lambda: compute(part)), per)
 
     def score(self, packed: Packed) -> np.ndarray:
         return self._divided(packed, super().score)
@@ -208,6 +209,19 @@ class ShardedLearner(HFLearner):
             read = masters.get(f"master.{name}", held[name])
             own.copy_(read.to_local() if isinstance(read, DTensor) else read)
 
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Begin again with rounded weights, as a new optimizer in one process makes its master copies of them."""
+        for name, own in self._own.items():
+            own.copy_(self._rows_rounded(name, own))
+
+    def rounded_rows(self) -> dict[str, Tensor]:
+        """`parameters()` in the type that the model has."""
+        return {name: self._rows_rounded(name, own.detach()) for name, own in self._own.items()}
+
+    def _rows_rounded(self, name: str, own: Tensor) -> Tensor:
+        return own if self.narrow is None or name.startswith(HEADS) else own.to(self.narrow)
+
     def like(self, name: str, own: Tensor) -> Tensor:
         """The rank's own part `own` of something as large as parameter `name`, as a part of the whole: a moment, a
         gradient."""
@@ -220,7 +234,7 @@ class ShardedLearner(HFLearner):
         narrow = self.narrow is not None and isinstance(tensor, DTensor)
         return tensor.detach().to(self.narrow) if narrow else tensor
 
-    def _whole(self, tensor: Tensor) -> Tensor:
+    def whole(self, tensor: Tensor) -> Tensor:
         return self._rounded(tensor).full_tensor().detach() if isinstance(tensor, DTensor) else tensor
 
 

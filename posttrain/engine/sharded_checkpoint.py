@@ -98,7 +98,7 @@ class ShardedWriter:
 
 
 def _everything(learner: HFLearner, optimizer: StageOptimizer) -> dict[str, Tensor]:
-    return _weights(learner) | _state(learner, _masters(learner, optimizer) | optimizer.state_tensors())
+    return _weights(learner) | _state(learner, masters_of(learner, optimizer) | optimizer.state_tensors())
 
 
 def _write(folder: Path, held: Mapping[str, Tensor], about: dict[str, Any], ranks: Ranks) -> None:
@@ -161,7 +161,7 @@ def load_sharded(folder: Path, learner: HFLearner, optimizer: StageOptimizer) ->
         )
     own = {n.removeprefix(STATE): t.to_local() if isinstance(t, DTensor) else t for n, t in state.items()}
     if isinstance(learner, ShardedLearner):
-        masters = _masters(learner, optimizer)
+        masters = masters_of(learner, optimizer)
         learner.take({n.removeprefix(WEIGHTS): t for n, t in held.items()}, {n: own[n] for n in masters if n in own})
         kept = optimizer.state_tensors().keys()
         own = {n: t for n, t in own.items() if n not in masters or n in kept}
@@ -190,7 +190,7 @@ def _weights(learner: HFLearner) -> dict[str, Tensor]:
     return {WEIGHTS + name: tensor.detach() for name, tensor in held.items()}
 
 
-def _masters(learner: HFLearner, optimizer: StageOptimizer) -> dict[str, Tensor]:
+def masters_of(learner: HFLearner, optimizer: StageOptimizer) -> dict[str, Tensor]:
     """The master copies that a learner over ranks has itself, named as an optimizer in one process names its own."""
     if not isinstance(learner, ShardedLearner) or learner.narrow is None:
         return {}

@@ -1,4 +1,5 @@
-"""A frozen copy of a learner over ranks, cut as that is: each rank has its own rows of it."""
+"""A frozen copy of a learner over ranks, cut as that is: each rank has its own rows of it. Where the learner has an
+adapter that does nothing yet it is the learner itself with the adapter switched off, as in one process."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from posttrain.core.batch import Packed
+from posttrain.core.ports import Reference
 from posttrain.core.types import Top
 from posttrain.engine.models import Policy
 from posttrain.engine.process_ranks import ProcessRanks
+from posttrain.engine.reference import AdapterOff, begins
 from posttrain.engine.sharded import ShardedLearner
 
 
@@ -33,7 +36,8 @@ class Mould:
         own = dict(learner.policy.module.named_parameters())
         whole = {
             id(blank): nn.Parameter(
-                (p.full_tensor() if isinstance(p := own[name], DTensor) else p).detach().clone(), requires_grad=False
+                (p.full_tensor() if isinstance(p := own[name], DTensor) else p).detach().to(blank.dtype, copy=True),
+                requires_grad=False,
             )
             for name, blank in module.named_parameters()
         }
@@ -63,3 +67,10 @@ class ShardedReference:
 
     def fingerprint(self) -> str:
         return self._held.fingerprint()
+
+
+def frozen_rows(learner: ShardedLearner, mould: Mould, ranks: ProcessRanks) -> Reference:
+    """A reference that scores as the policy does now, whatever is learned later. Every rank calls it."""
+    if learner.policy.lora is not None and begins(learner.policy, learner.inside):
+        return AdapterOff(learner)
+    return ShardedReference(learner, mould, ranks)

@@ -151,7 +151,7 @@ class TensorLearner(HFLearner):
     def compile(self, packed: Any) -> str:
         raise ConfigError("model.compile=true is not built for several ranks. Set it to false")
 
-    def _whole(self, tensor: Tensor) -> Tensor:
+    def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
 
 

@@ -60,7 +60,8 @@ def right_steps(scores: Sequence[float], at: float) -> int:
 
 
 def scored_steps(e: Episode) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The end of each step that has a score, and the scores.
+    """The end of each step that has a score, and the scores. Where steps end with the same token, it is one step with
+    the lowest of their scores: nothing can be said anew between them.
 
     Raises:
         ConfigError: two sources score its steps.
@@ -71,7 +72,10 @@ def scored_steps(e: Episode) -> tuple[tuple[int, ...], tuple[float, ...]]:
             f"the steps of an answer to task {e.task.id!r} have scores of {' and '.join(sorted(sources))}, and one of"
             " them must find the first wrong step: leave one out of env.rewards"
         )
-    ordered = sorted((j.end or 0, j.verdict.score or 0.0) for j in own)
+    lowest: dict[int, float] = {}
+    for end, score in sorted(((j.end or 0, j.verdict.score or 0.0) for j in own), reverse=True):
+        lowest[end] = score
+    ordered = sorted(lowest.items())
     return tuple(end for end, _ in ordered), tuple(score for _, score in ordered)
 
 

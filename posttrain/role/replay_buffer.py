@@ -61,7 +61,8 @@ class ReplayBuffer:
             "replay/left_by_age": Gauge(left["age"], 1),
             "replay/left_by_ratio": Gauge(left["ratio"], 1),
         }
-        return tuple(replace(b.group, discount=self.config.discount**age) for b, age in zip(chosen, ages, strict=True))
+        less = [self.config.discount**age for age in ages]
+        return tuple(replace(b.group, again=True, discount=d) for b, d in zip(chosen, less, strict=True))
 
     def add(self, step: int, groups: Sequence[Group]) -> None:
         """Take in the groups that a step has learned from for the first time. The oldest ones leave for them."""

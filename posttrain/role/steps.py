@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.core import seeds
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Sampler
 from posttrain.core.process import StepValues, step_ends, steps_of_text
@@ -105,6 +106,20 @@ class Continuing:
         )
 
 
+@dataclass(frozen=True)
+class Recited:
+    """A sampler that says this one turn. The rest of `Sampler` is that of `inner`."""
+
+    inner: Sampler
+    said: Said
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        return self.said
+
+
 @dataclass(frozen=True, eq=False)
 class LabelledAnswer:
     """An answer in steps, with how its completions were judged."""
@@ -119,12 +134,14 @@ class LabelledAnswer:
     """The soft label of each step."""
     completions: tuple[tuple[Episode, ...], ...] = ()
     """The completions from the end of each step. Of the last step of an answer that ended: the answer itself."""
+    early: bool = False
+    """Whether it is the beginning of another one, and the policy itself did not end there."""
 
     def row(self, step: int) -> dict[str, Any]:
         """The labels as a row of a data file, as `environment.judged_rows` reads it. `step`: of the stage."""
         e = self.episode
         return {
-            "id": f"{e.task.id}/{e.visit}/{e.sibling}",
+            "id": f"{e.task.id}/{e.visit}/{e.sibling}{'/early' if self.early else ''}",
             "prompt": e.task.prompt,
             "completions": list(self.steps),
             "labels": list(self.values.hard),
@@ -167,11 +184,39 @@ class StepLabeler:
         answers = [e for e in group.episodes if e.figure is not None]
         try:
             found = await together([self._answer(e, known, judging) for e in answers])
+            whole = [x for x in found if x is not None]
+            early = await together([self._early(x, judging) for x in whole]) if self.stage.early_ends else []
         finally:
             for task in known.values():
                 task.cancel()
             await judging.close()
-        return [x for x in found if x is not None]
+        return [*whole, *(x for x in early if x is not None)]
+
+    async def _early(self, answer: LabelledAnswer, judging: SiblingVerdicts) -> LabelledAnswer | None:
+        """The answer as one that ends after one of its earlier steps, without the separator behind it. None where it
+        has one step, where no token ends before the separator, or where the environment could not judge it."""
+        e, stage = answer.episode, self.stage
+        if len(answer.steps) < 2:
+            return None
+        place = (f"{self.stream}/early", e.task.id, e.visit, e.sibling)
+        number = int(seeds.generator(self.rollout.seed, *place).integers(1, len(answer.steps)))
+        text = "".join(answer.steps[:number]).rstrip()
+        while text.endswith(stage.separator):
+            text = text.removesuffix(stage.separator).rstrip()
+        upto, _ = self.ends.upto(self.said(e), (len(text), len(e.text)))
+        if self.ends.text(self.said(e)[:upto]) != text:
+            return None
+        ends = replace(self.rollout, sampler=Recited(self.rollout.sampler, ended(e, upto, self.sampling)), judges=())
+        stream = f"{self.stream}/early/{e.sibling}"
+        own = await ends.episode(e.task, e.visit, e.sibling, self.sampling, stream, judging=judging)
+        if own.figure is None or own.stop not in ENDED:
+            return None
+        tokens, before = self.cut(own), slice(number - 1)
+        values = StepValues(
+            right=(*answer.values.right[before], int(own.figure >= SOLVED)), asked=(*answer.values.asked[before], 1)
+        )
+        steps, completions = steps_of_text(own.text, stage.separator), (*answer.completions[before], (own,))
+        return LabelledAnswer(own, steps, tokens, values, self.soft(values), completions, early=True)
 
     async def _answer(
         self, e: Episode, known: dict[bytes, asyncio.Task[tuple[Episode, ...]]], judging: SiblingVerdicts
@@ -242,6 +287,16 @@ class StepLabeler:
                 [continuing.episode(e.task, e.visit, c, sampling, stream, judging=judging) for c in range(count)]
             )
         )
+
+
+def ended(e: Episode, upto: int, sampling: Sampling) -> Said:
+    """The first `upto` tokens that the policy said, and a stop token, which it did not say there: its log-prob is
+    written as 0, as those of demonstrations are. Nothing is learned from them as samples."""
+    first = begun(e, upto)
+    stop, zero = np.array(sampling.stop_ids[:1], np.int32), np.zeros(1, np.float32)
+    kept = None if first.kept is None else Kept.of([*first.kept.sets(), stop])
+    version = np.concatenate([first.version, first.version[-1:]])
+    return Said(np.concatenate([first.ids, stop]), np.concatenate([first.logp, zero]), version, Stop.SAID, kept)
 
 
 def begun(e: Episode, upto: int) -> Said:

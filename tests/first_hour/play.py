@@ -280,6 +280,9 @@ def main(words: Sequence[str]) -> int:
     whole = "--whole" in words and not words.remove("--whole")
     folder = Path(words.pop(words.index("--into") + 1)) if "--into" in words else None
     words = [w for w in words if w != "--into"]
+    if unknown := set(words) - {str(p.relative_to(root)) for p in pages(root)}:
+        print(f"{main.__doc__}\nno page: {', '.join(sorted(unknown))}. Pages are named as README.md or docs/ranks.md")
+        return 2
     begun = time.monotonic()
     folder = folder or Path(tempfile.mkdtemp(prefix="first-hour-"))
     folder.mkdir(parents=True, exist_ok=True)

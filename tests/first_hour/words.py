@@ -165,7 +165,8 @@ def toy(name: str, given: list[str]) -> list[str]:
 
 def sizes(run: Run, given: Sequence[str] = ()) -> list[str]:
     """The overrides that make a run small, beside those that are given: a stage that is taken out, or has nothing to
-    imitate, stays out, and one that is asked to evaluate on its way does."""
+    imitate, stays out, one that is asked to evaluate on its way does, and a prover that is the best of several has so
+    many completions."""
     judged = not set(JUDGED).isdisjoint(given)
     left = [s for s in run.stages if f"{s.name}=none" not in given and not (judged and isinstance(s, Supervised))]
     return ["env.heldout=8", "evaluation.samples=2", *(o for s in left for o in _of(s, given))]
@@ -177,7 +178,8 @@ def _of(stage: object, given: Sequence[str]) -> Iterator[str]:
     small = next((sizes for kind, sizes in kinds.items() if isinstance(stage, kind)), SUPERVISED)
     for key, value in small.items():
         asked = key == "eval_every" and any(g.startswith(f"{name}.{key}=") and not g.endswith("=0") for g in given)
-        yield f"{name}.{key}={'1' if asked else value}"
+        best_of = [g.partition("=")[2] for g in given if key == "completions" and g.startswith(f"{name}.prover=")]
+        yield f"{name}.{key}={'1' if asked else (*best_of, value)[0]}"
 
 
 def with_words(command: str, words: list[str]) -> str:

@@ -153,7 +153,13 @@ def _behind(begun: np.ndarray, s: Segment) -> Segment:
     )
 
 
-def starcoder(dtype: torch.dtype) -> Policy:
+@cache
+def built(arch: str) -> Policy:
+    """A policy whose checks at load are made once in a process: each case takes a copy."""
+    return starcoder() if arch == "starcoder2" else policy(arch)
+
+
+def starcoder() -> Policy:
     """An architecture with a plan of columns and rows, biases, grouped heads, and norms that are exact in float64."""
     tokenizer = characters(ALPHABET)
     sizes: dict[str, Any] = {
@@ -174,12 +180,13 @@ def starcoder(dtype: torch.dtype) -> Policy:
     with torch.no_grad():
         for p in made.module.parameters():
             p.mul_(8) if p.ndim > 1 else p.add_(0.1)
-    moved: Any = made.module
-    return replace(made, module=moved.to(dtype))
+    return made
 
 
 def model(case: Case) -> Policy:
-    made = starcoder(case.dtype) if case.arch == "starcoder2" else policy(case.arch, dtype=case.dtype)
+    made = built(case.arch).clone()
+    moved: Any = made.module
+    made = replace(made, module=moved.to(case.dtype))
     if case.lora is not None:
         attach(made.module, case.lora, seed=1)
         made = replace(made, lora=case.lora)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,11 +18,11 @@ from posttrain.controller.step import moved
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError
-from posttrain.core.ladder import DR_GRPO, GRPO, RLOO
+from posttrain.core.ladder import DR_GRPO, EMA, GRPO, RAE, RLOO
 from posttrain.core.ports import Learner
 from posttrain.core.replay import Replay
 from posttrain.core.sampling import Sampling
-from posttrain.core.scored import Scored, ScoredGroup
+from posttrain.core.scored import Credit, Scored, ScoredGroup
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
@@ -153,6 +154,41 @@ def test_a_discount_is_a_factor_of_the_credit(a: Algorithm) -> None:
     for i in range(3):
         np.testing.assert_array_equal(two[i], one[i])
         np.testing.assert_array_equal(two[3 + i], 0.25 * one[3 + i])
+
+
+outcomes = st.lists(st.tuples(*[st.integers(-4, 4).map(float)] * 2), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("a", [EMA, RAE], ids=lambda a: a.name)
+@given(one=outcomes, two=outcomes, discount=st.sampled_from([1.0, 0.5]))
+@settings(max_examples=40, deadline=None)
+def test_a_moving_baseline_takes_each_group_in_once(
+    a: Algorithm, one: list[Any], two: list[Any], discount: float
+) -> None:
+    """After a step that also learns again from the step before it, it is what it is without those groups. They are
+    compared with it as the step's own groups left it."""
+    buffer = ReplayBuffer(Replay(discount=discount), 0, "rl")
+    first, second = ([group(f"{at}/{i}", at, r) for i, r in enumerate(of)] for at, of in enumerate((one, two)))
+
+    def credit(groups: Sequence[Group], before: Credit | None) -> Credit:
+        scored = [ScoredGroup(g, tuple(Scored(e) for e in g.episodes)) for g in groups]
+        ema, emas = (0.0, {}) if before is None else (before.ema, before.emas)
+        told = credit_step(a, scored, max_tokens=4, ema=ema, emas=emas)
+        expected = expected_credit(a, scored, max_tokens=4, ema=ema)
+        assert (expected is None) == (a is RAE)
+        for got, want in zip([e for g in told.groups for e in g.episodes], expected or [], strict=a is EMA):
+            np.testing.assert_allclose(np.concatenate(got.advantage), want.credit, rtol=1e-12, atol=1e-15)
+        return told
+
+    before = credit(first, None)
+    buffer.add(1, first)
+    again = buffer.draw(2, near)
+    alone, told = credit(second, before), credit([*second, *again], before)
+    assert len(again) == len(first) and (told.ema, told.emas) == (alone.ema, alone.emas)
+    level = told.emas[""] if a is RAE else told.ema
+    for g in told.groups[len(second) :]:
+        for e in g.episodes:
+            assert np.concatenate(e.advantage) == pytest.approx(discount * ((e.episode.reward or 0.0) - level))
 
 
 @pytest.mark.parametrize(

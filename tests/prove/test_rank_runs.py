@@ -1,12 +1,9 @@
-"""Whole runs over ranks: the run of one process, whatever their number; killed, stopped, resumed with another number;
-under torchrun with two nodes; and with faults in them."""
+"""Whole runs over ranks: the run of one process, whatever their number, with every kind of stage that is offered; with
+engines in processes of their own; gone on with by another number of ranks; under torchrun with two nodes."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,61 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.api import main, ranked
+from posttrain.api import main
 from posttrain.core import checkpoint as checkpoints
-from posttrain.core import reader, record
-from posttrain.core.algorithm import patch
-from posttrain.core.errors import InvariantError
-from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.pull import KL
-from posttrain.core.run import Run
-from posttrain.engine.rank_orders import RankLost
-from posttrain.role.saved_parts import SavedTensors
-from posttrain.role.weights import OPTIMIZER, WEIGHTS
-from tests import rank_faults
-from tests.tiny import tiny_run
+from posttrain.core import reader
+from posttrain.core.placement import Processes
+from posttrain.core.preference_stage import OnlinePreference, Preference
+from posttrain.core.run import Optimizer
+from posttrain.core.sampling import Sampling
+from posttrain.core.stage import Stage
+from tests.over_ranks import BOUND, WORDS, apart, cut_run, drawn, free_port, run_of, said, same_bits, tensors, torchrun
 
 pytestmark = pytest.mark.prove
-
-BOUND = 5e-5
-"""Largest difference of a weight after the run, over several ranks, from one process: float32, Adam's division by small
-moments, four steps of imitation and four of reinforcement."""
-KILLS = int(os.environ.get("POSTTRAIN_SWEEP_KILLS", "20"))
-PULLED = patch(GRPO, "pulled", "-", pull=KL(coef=0.05))
-
-
-def run_of(**rl: Any) -> Run:
-    """Imitation, then reinforcement against a reference. Nothing is shared between segments, as over ranks."""
-    run = tiny_run(**{"steps": 4, "checkpoint_every": 2, "algorithm": PULLED} | rl)
-    sft = replace(run.stages[0], steps=4)
-    return replace(
-        run, stages=(sft, *run.stages[1:]), deterministic=True, model=replace(run.model, share_prefixes=False)
-    )
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimizer of the last checkpoint, whoever wrote it."""
-    last = checkpoints.find(folder).folder
-    return {f"{file} {n}": t for file in (WEIGHTS, OPTIMIZER) for n, t in SavedTensors(last / file).whole().items()}
-
-
-def said(folder: Path) -> list[tuple[str, str, Any]]:
-    """Every token that was sampled, in order, and what is learned from it (of judged groups the advantage is what the
-    rewards are)."""
-    return [
-        (row.path.name, name, column.tobytes())
-        for row in reader.episode_files(folder)
-        for name, column in sorted(record.read_columns(row.path).items())
-        if name in ("ids", "mask", "length", "advantage")
-    ]
-
-
-def apart(a: Path, b: Path) -> float:
-    """The largest difference of a weight."""
-    one, other = tensors(a), tensors(b)
-    assert one.keys() == other.keys()
-    names = [n for n in one if n.startswith(WEIGHTS)]
-    return max(float((one[n].double() - other[n].double()).abs().max()) for n in names)
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +38,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks") / "two"
     main.run(run_of(), out=folder, quiet=True, nproc=2)
     return folder
-
-
-def same_bits(a: Path, b: Path) -> None:
-    one, other = tensors(a), tensors(b)
-    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
-    assert reader.record_digest(a) == reader.record_digest(b)
 
 
 def test_one_rank_is_one_process(whole: Path, tmp_path: Path) -> None:
@@ -115,54 +62,62 @@ def test_twice_the_same(two: Path, tmp_path: Path) -> None:
     same_bits(two, tmp_path / "again")
 
 
-# --- torchrun ---------------------------------------------------------------------------------------------------------
-
-WORDS = [
-    "arithmetic",
-    "sft.steps=3",
-    "sft.batch=8",
-    "rl.steps=3",
-    "rl.prompts=4",
-    "rl.siblings=3",
-    "rl.eval_every=0",
-    "rl.checkpoint_every=1",
-    "env.heldout=4",
-    "model.hidden=32",
-    "model.layers=2",
-    "model.heads=2",
-    "model.kv_heads=1",
-    "model.ffn=64",
-    "model.context=64",
-    "deterministic=true",
-    "threads=1",
-]
-"""A run for the command line."""
+STAGES: dict[str, Stage] = {
+    "dpo": Preference(name="dpo", batch=6, steps=3, optimizer=Optimizer(lr=1e-3, warmup=1), eval=False),
+    "online": OnlinePreference(
+        name="online", prompts=6, sampling=Sampling(max_tokens=6), eval_every=0, steps=3, optimizer=Optimizer(lr=1e-3)
+    ),
+}
+"""Further kinds of stage, each after the imitation."""
 
 
-def torchrun(folder: Path, *how: str) -> subprocess.Popen[str]:
-    """`torchrun ... -m posttrain run`, as docs/shards.md prints it."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *how,
-        "-m",
-        "posttrain",
-        "run",
-        *WORDS,
-        "--out",
-        str(folder),
-    ]
-    here = {"PYTHONPATH": str(Path(main.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=os.environ | here, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder.parent
-    )
+@pytest.mark.parametrize("kind", drawn(STAGES, 1))
+def test_preferences_over_ranks(kind: str, tmp_path: Path) -> None:
+    run = replace(run_of(), stages=(run_of().stages[0], STAGES[kind]))
+    main.run(run, out=tmp_path / "one", quiet=True)
+    main.run(run, out=tmp_path / "two", quiet=True, nproc=2)
+    gap = apart(tmp_path / "one", tmp_path / "two")
+    print(f"{kind}: a weight differs by at most {gap:.2g} (bound {BOUND:g})")
+    assert gap <= BOUND and said(tmp_path / "one") == said(tmp_path / "two")
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+@pytest.mark.parametrize("transport", drawn(["shared", "collective"], 1))
+def test_engines_in_processes_get_the_weights_of_all_ranks(transport: Any, two: Path, tmp_path: Path) -> None:
+    """Two ranks and two engines, each in a process of its own: the bits of two ranks with an engine beside rank 0."""
+    run = replace(run_of(), placement=Processes(engines=2, transport=transport))
+    main.run(run, out=tmp_path / "placed", quiet=True, nproc=2)
+    one, other = tensors(two), tensors(tmp_path / "placed")
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    assert said(two) == said(tmp_path / "placed")
+
+
+# --- gone on with by another number of ranks --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrote", drawn(["1", "2", "4"], 1))
+def test_a_run_goes_on_with_another_number_of_ranks(
+    wrote: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written by 1, 2 or 4 ranks, gone on with by 1, 2, 4 or one process without any."""
+    cut_run(run_of(), tmp_path / "cut", monkeypatch, nproc=int(wrote))
+    parts = list((checkpoints.find(tmp_path / "cut").folder).glob("weights*.safetensors"))
+    assert len(parts) == int(wrote)
+    for word in drawn(["none", "1", "2", "4"], 2):
+        reads = None if word == "none" else int(word)
+        folder = tmp_path / f"by-{reads}"
+        shutil.copytree(tmp_path / "cut", folder)
+        main.run(resume=folder, quiet=True, nproc=reads)
+        gap = apart(whole, folder)
+        print(f"written by {wrote}, read by {reads}: {gap:.2g}")
+        assert gap <= BOUND and said(whole) == said(folder)
+        if wrote == "1" and reads in (None, 1):
+            same_bits(whole, folder)
+
+
+def test_a_run_of_one_process_goes_on_over_ranks(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_run(run_of(), tmp_path / "cut", monkeypatch)
+    main.run(resume=tmp_path / "cut", quiet=True, nproc=2)
+    assert apart(whole, tmp_path / "cut") <= BOUND and said(whole) == said(tmp_path / "cut")
 
 
 def test_two_nodes_of_torchrun(tmp_path: Path) -> None:
@@ -173,20 +128,3 @@ def test_two_nodes_of_torchrun(tmp_path: Path) -> None:
     told = [node.communicate(timeout=240)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], told
     same_bits(tmp_path / "nproc", tmp_path / "nodes")
-
-
-# --- faults -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", rank_faults.FAULTS)
-def test_a_planted_fault_stops_the_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, whatever rank sees it first, before the run ends. The healthy runs above are the same without it."""
-    monkeypatch.setattr(ranked, "WORKER", rank_faults.__name__)
-    monkeypatch.setenv(rank_faults.PLANTED, name)
-    sft, rl = run_of(steps=1).stages
-    sft = replace(sft, batch=7)  # an odd number of units over two ranks
-    run = replace(run_of(), stages=(sft, rl) if name == "a part is of another version" else (sft,))
-    with rank_faults.planted(name, 0), pytest.raises((InvariantError, RankLost)) as found:
-        main.run(run, out=tmp_path / "run", quiet=True, nproc=2, rank_timeout=30.0)
-    print(found.value)
-    assert rank_faults.FAULTS[name][1] in str(found.value)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from run_parts import SMALL
 
 import posttrain
-from posttrain.api.extend import ALLOWED, REFUSED
+from posttrain.api.extend import ALLOWED, REFUSED, check_changes
 from posttrain.core import files, reader
 from posttrain.core.asks import values
 from posttrain.core.book import AMENDED, Book
@@ -130,6 +130,14 @@ def test_the_table_names_fields_that_exist() -> None:
     known = {key for tree in trees for key, _ in values(tree).values()}
     assert set(ALLOWED) <= known and not set(ALLOWED) & set(REFUSED)
     assert {f.partition(".")[0] for f in REFUSED} <= {k.partition(".")[0] for k in known}
+
+
+@pytest.mark.parametrize("placement", [Processes(), Ray()], ids=["processes", "ray"])
+def test_a_run_may_go_on_at_any_other_place(placement: Processes) -> None:
+    """`placement` changes no result, so none of its settings is refused."""
+    old = RECIPES["arithmetic"].build()
+    made = check_changes(Path("runs/mine"), old, replace(old, placement=placement))
+    assert {c.field for c in made} > {f"Processes.{f.name}" for f in fields(Processes)} - {"Processes.folder"}
 
 
 def test_going_on_without_changes_says_how_to_go_on_longer(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,11 +23,13 @@ from posttrain.core.pieces.baseline import Value
 from posttrain.core.pieces.pull import KL
 from posttrain.core.pieces.token import EntropyBonus, NoEasy, Priority
 from posttrain.core.pieces.trust import Clip
+from posttrain.core.ports import Attempt
 from posttrain.core.run import Env
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import SHOWN, Episode, Group, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.single import Listed
 from posttrain.role.prompts import Prompts
 from tests.tiny import play, tiny_parts, tiny_run
@@ -94,6 +96,16 @@ def test_steps_are_judged_one_by_one(tmp_path: Path) -> None:
     ends = [[j.end for j in r.episode.verdicts if j.end is not None] for r in episodes]
     assert any(ends) and all(e == sorted(e) and e[-1] == r.episode.spoken for e, r in zip(ends, episodes, strict=True))
     assert all(r.episode.reward in (0.0, 1.0) for r in episodes), "steps do not enter the outcome"
+
+
+@pytest.mark.parametrize(("text", "scores"), [("3+4=7;", [1]), ("3+4=7", [1]), ("3+4=8;;", [0, 0]), ("", [0])])
+def test_nothing_after_the_last_sign_is_no_step(text: str, scores: list[int]) -> None:
+    world = Arithmetic(judge_steps=True, heldout_count=0)
+    task = Task("t", "<3+4>", "7", {"terms": [("+", 3), ("+", 4)]})
+    attempt = Attempt(task, (text,), Stop.SAID, spoken_upto=lambda at: min(at, len(text)))
+    steps = world.steps(attempt)
+    assert [s.verdict.score for s in steps] == scores
+    assert [s.end for s in steps] == [6, len(text)][-len(scores) :], "every token belongs to a step"
 
 
 def test_the_policy_stands_still_while_values_warm_up(tmp_path: Path) -> None:

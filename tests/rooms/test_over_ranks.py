@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.api.ranked import refuse_policy
 from posttrain.controller.rank_lead import LeadLearner, LeadReference
 from posttrain.core.adapter import Lora
 from posttrain.core.engines import VLLM
@@ -20,11 +19,9 @@ from posttrain.core.rejection import Rejection
 from posttrain.core.run import Optimizer, Run
 from posttrain.core.shards import Shard
 from posttrain.engine.learner import FrozenScorer
-from posttrain.engine.models import load_policy
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_reference import ShardedReference
 from posttrain.role.saved_parts import SavedTensors, part_files, write_part
-from tests.rooms.engine_parts import ALPHABET, tiny
 from tests.tiny import MODEL, tiny_run
 
 TWO = RankOptions(nproc=2)
@@ -43,11 +40,12 @@ def optimizer(kind: str) -> Callable[[Run], Run]:
 
 
 REFUSED: dict[str, Callable[[Run], Run]] = {
+    "model.dtype=float16": changed(dtype="float16"),
     "model.dtype=bfloat16": changed(dtype="bfloat16"),
-    "model.lora": changed(lora=Lora(rank=2)),
+    "model.gradient_checkpointing": changed(gradient_checkpointing="full"),
+    "model.quantize": changed(lora=Lora(rank=2), quantize="int8"),
     "model.compile=true": changed(compile=True),
     "model.warm_up=true": changed(warm_up=True),
-    "model.gradient_checkpointing": changed(gradient_checkpointing="full"),
     "exact=true": lambda run: replace(run, exact=True),
     "vLLM in this process": lambda run: replace(run, engine=VLLM(), exact=False),
     "optimizer.kind=muon": optimizer("muon"),
@@ -66,14 +64,8 @@ def test_what_is_not_built_is_refused_by_name(words: str) -> None:
     check_ranks(tiny_run(), TWO)
 
 
-def test_a_loaded_adapter_is_refused_by_name() -> None:
-    refuse_policy(load_policy(tiny("qwen3"), ALPHABET, 0))
-    with pytest.raises(ConfigError, match="over ranks.*adapter"):
-        refuse_policy(load_policy(tiny(lora=Lora(rank=2)), ALPHABET, 0))
-
-
 def test_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong in ({"nproc": 0}, {"nproc": 2, "seconds": 0.0}):
+    for wrong in ({"nproc": 0}, {"nproc": 2, "seconds": 0.0}, {"nproc": 4, "replicas": 3}, {"replicas": 2}):
         with pytest.raises(ConfigError):
             RankOptions(**wrong)  # type: ignore[arg-type]
     assert (RankOptions().world, TWO.world) == (None, 2)
@@ -157,6 +149,6 @@ def test_rank_0_orders_whatever_reads_whole_weights() -> None:
     codes = {n: getattr(f, "__code__", None) for n, f in vars(ShardedLearner).items()}
     read = {n for n, code in codes.items() if code is not None and {"_together", "_divided"} & {*code.co_names}}
     assert {"score", "packed_score", "entropy"} <= read
-    assert read | {"shards", "fingerprint", "forward"} <= vars(LeadLearner).keys()
+    assert read | {"shards", "fingerprint", "forward", "adapter"} <= vars(LeadLearner).keys()
     kept = {n for n in vars(FrozenScorer) if not n.startswith("_")}
     assert kept <= vars(LeadReference).keys() and kept <= vars(ShardedReference).keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from dataclasses import replace
@@ -20,13 +21,14 @@ from benchmarks.process_bench import bench, planted_chains
 from posttrain.api.overrides import apply
 from posttrain.api.reward_models import stage_policy
 from posttrain.checks.reward_models import read_alone
-from posttrain.checks.stepwise import said, token_ends
+from posttrain.checks.stepwise import labels_are_of_their_steps, said, token_ends
 from posttrain.controller.stages.label_steps import ROWS, StepLabelDriver, rows_of
 from posttrain.core import abilities, reader, seeds
 from posttrain.core.asks import asks
 from posttrain.core.env import Env, Reward
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.judgements import StepLabels
+from posttrain.core.ports import Attempt
 from posttrain.core.process import (
     StepValues,
     aggregated,
@@ -41,7 +43,7 @@ from posttrain.core.run import Run
 from posttrain.core.step_labels import StepLabeling
 from posttrain.core.streams import STEP
 from posttrain.core.tree import from_plain, to_plain
-from posttrain.core.types import Episode, Task
+from posttrain.core.types import Episode, Stop, Task
 from posttrain.core.verdict import SOLVED, Judged, Verdict, outcome
 from posttrain.diagnose.process_bench import ProcessBenchScore
 from posttrain.engine.learner import HFLearner
@@ -158,6 +160,35 @@ def test_a_completion_goes_on_from_its_step_and_the_label_is_its_verdict(made: A
             assert all(said(c)[: a.tokens[k]].tolist() == begin and c.task.id == a.episode.task.id for c in own)
             assert a.values.right[k] == sum((c.reward or 0.0) >= SOLVED for c in own)
             assert a.values.asked[k] == len(own) == (1 if own == (a.episode,) else LABEL.completions)
+
+
+@pytest.mark.prove
+def test_an_answer_that_ends_early_is_judged_as_it_is(made: Any) -> None:
+    """Half of the rows are answers that end after an earlier step. Their last label is the environment's verdict of
+    that text, the labels before it are those of the whole answer, and nothing more is sampled."""
+    counting = Counting(made.sampler)
+    parts = replace(made, rollout=replace(made.rollout, sampler=counting))
+    _, plain = labelled(parts, LABEL)
+    asked = len(counting.calls)
+    _, both = labelled(parts, replace(LABEL, early_ends=True))
+    assert len(counting.calls) == 2 * asked
+    whole = {(a.episode.task.id, a.episode.sibling): a for a in both if not a.early}
+    assert [(a.steps, a.values) for a in whole.values()] == [(a.steps, a.values) for a in plain]
+    early = [a for a in both if a.early]
+    assert len(early) == sum(len(a.steps) > 1 for a in plain) > 2
+    text = made.rollout.dialogue("").text
+    for a in early:
+        full, e = whole[a.episode.task.id, a.episode.sibling], a.episode
+        ids = said(e).tolist()
+        assert ids[:-1] == said(full.episode)[: len(ids) - 1].tolist() and ids[-1] in made.stop_ids
+        assert len(a.steps) < len(full.steps) and not e.text.endswith(";") and full.episode.text.startswith(e.text)
+        attempt = Attempt(e.task, (e.text,), Stop.SAID, len)
+        (own,) = asyncio.run(made.environment.judge(attempt))
+        assert e.figure == own.verdict.score
+        assert a.values.right == (*full.values.right[: len(a.steps) - 1], int(e.figure >= SOLVED))
+        labels_are_of_their_steps(a, text)
+    rows = [a.row(1) for a in both]
+    assert len({r["id"] for r in rows}) == len(rows)
 
 
 @pytest.mark.prove

@@ -33,12 +33,12 @@ from posttrain.core.run import Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.tree import from_plain, to_plain
-from posttrain.core.types import Episode, Said, Task
+from posttrain.core.types import Episode, Said, Segment, Task
 from posttrain.core.verdict import SOLVED, Judged, Verdict
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.role.kept import Candidate, candidates_of, read, regenerated_candidates
 from posttrain.role.kept import write as write_candidates
-from posttrain.role.regenerate import RegeneratedAnswer, halved, regenerated_gauges, right_steps
+from posttrain.role.regenerate import RegeneratedAnswer, halved, regenerated_gauges, right_steps, scored_steps
 from posttrain.role.rollout import Rollout
 
 HOW = Regenerate(separator=";")
@@ -82,6 +82,24 @@ def test_an_outage_is_no_wrong_step() -> None:
 
 def test_scores_find_it_where_they_first_fall() -> None:
     assert [right_steps(s, 0.5) for s in ([0.9, 0.4, 0.8], [0.1], [0.9, 0.5], [])] == [1, 0, 2, 0]
+
+
+@pytest.mark.parametrize(("scores", "kept"), [((1.0, 1.0), 1), ((1.0, 0.0), 0), ((0.0, 1.0), 0)])
+def test_steps_that_end_with_one_token_are_one_step(scores: tuple[float, ...], kept: int) -> None:
+    """A token may hold the end of one step and the whole of the next: nothing can be said anew between them."""
+    two = tuple(Judged("step", 1.0, Verdict.value(s), 1) for s in scores)
+    verdicts = (*two, Judged("step", 1.0, Verdict.value(0.0), 2), Judged("own", 1.0, Verdict.value(0.0)))
+    spoken = Segment(
+        np.array([4, 3, 2], np.int32),
+        np.array([False, True, True]),
+        np.array([np.nan, -1, -1], np.float32),
+        np.array([-1, 0, 0], np.int32),
+        SAMPLING,
+    )
+    e = Episode(Task("t", "p"), 0, 0, (spoken,), Stop.SAID, verdicts)
+    ends, lowest = scored_steps(e)
+    assert (ends, lowest) == ((1, 2), (min(scores), 0.0)) and right_steps(lowest, 0.5) == kept
+    goes_on_from_its_step(RegeneratedAnswer(e, ends, kept, {kept: ()} if kept else {}), SCORES, Plain().text)
 
 
 WORDS = ["", "a;", "b;", "c;", "<"]

@@ -80,6 +80,13 @@ def _add_ranks(p: ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a rank waits for the others before the run stops and says for whom (default: %(default)g)",
     )
+    p.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="R",
+        help="copies of the weights among the ranks; each copy is cut over N / R of them (default: %(default)d)",
+    )
 
 
 def run(o: Namespace) -> int:
@@ -92,7 +99,7 @@ def run(o: Namespace) -> int:
         )
     from posttrain.api.request import RunOptions, requested
 
-    ranks = RankOptions(nproc=o.nproc, seconds=o.rank_timeout)
+    ranks = RankOptions(nproc=o.nproc, seconds=o.rank_timeout, replicas=o.replicas)
     if under_torchrun() and torchrun_rank() > 0:
         from posttrain.api.ranked import follow
 

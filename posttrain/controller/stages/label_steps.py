@@ -60,7 +60,9 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         parts, stage, setting = self.parts, self.stage, self.setting
         parts.say(
             f"{stage.name}: {stage.prompts} prompts x {stage.siblings} answers a step, {stage.completions} completions"
-            f" from the end of each step (a step ends with {stage.separator!r}); nothing is trained"
+            f" from the end of each step (a step ends with {stage.separator!r})"
+            + (", each answer once more as if it had ended before" if stage.early_ends else "")
+            + "; nothing is trained"
         )
         sampling, rollout = parts.sampling(stage), setting.rollout
         ends = TokenEnds(rollout.dialogue("").text)
@@ -138,7 +140,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def label_gauges(work: LabelWork) -> Gauges:
     """What the labels of one step say, and what they cost."""
-    answers = work.answers
+    answers = [a for a in work.answers if not a.early]
     judged = sum(e.figure is not None for g in work.experience.played for e in g.episodes)
     soft = [x for a in answers for x in a.values.soft]
     hard = [x for a in answers for x in a.values.hard]

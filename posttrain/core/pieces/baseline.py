@@ -92,7 +92,8 @@ class ToGo(Baseline):
 class Ema(Baseline):
     """b <- decay * b + (1 - decay) * R, sample after sample in order of group and sibling, from b = 0 (A01).
 
-    Every sample is compared with b from *before* it, so that its baseline does not contain its own reward.
+    Every sample is compared with b from *before* it, so that its baseline does not contain its own reward. A sample
+    that is learned from again (`core.replay`) is compared with b as it is, and b does not take it in a second time.
     """
 
     moving = True

@@ -119,18 +119,18 @@ class Arithmetic(SingleTurn):
         )
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """`3+4=7;7+5=11` scores 1 for the first sum, 0 for the second. An extra sum scores 0, a missing one nothing."""
+        """`3+4=7;7+5=11` scores 1 for the first sum, 0 for the second. An extra sum scores 0, a missing one nothing.
+        A last `;` begins no sum: it belongs to the one before it."""
         if not self.judge_steps:
             return ()
         terms = _terms(attempt.task)
         right = _chain(terms)
-        said = attempt.text.split(";")
-        out: list[Judged] = []
-        at = 0
-        for i, step in enumerate(said):
-            at += len(step) + 1
-            out.append(Judged("step", 1.0, Verdict.value(i < len(right) and step == right[i]), attempt.spoken_upto(at)))
-        return tuple(out)
+        said = attempt.text.removesuffix(";").split(";")
+        ends = [*accumulate(len(step) + 1 for step in said[:-1]), len(attempt.text) + 1]
+        return tuple(
+            Judged("step", 1.0, Verdict.value(i < len(right) and step == right[i]), attempt.spoken_upto(end))
+            for i, (step, end) in enumerate(zip(said, ends, strict=True))
+        )
 
     def key(self, task: Task) -> Signed:
         return _multiset(_terms(task))

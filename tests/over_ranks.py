@@ -1,0 +1,190 @@
+"""Whole small runs over ranks for the tests, what they left, and processes that are lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.api import main
+from posttrain.controller.interrupt import Interrupted
+from posttrain.controller.stages.reinforce import ReinforceDriver
+from posttrain.core import checkpoint as checkpoints
+from posttrain.core import reader, record
+from posttrain.core.algorithm import patch
+from posttrain.core.ladder import GRPO
+from posttrain.core.pieces.pull import KL
+from posttrain.core.run import Run
+from posttrain.engine.rank_processes import RankProcesses
+from posttrain.role.saved_parts import SavedTensors
+from posttrain.role.weights import OPTIMIZER, WEIGHTS
+from tests.tiny import tiny_run
+
+BOUND = 5e-5
+"""Largest difference of a weight after the run, over several ranks, from one process: float32, Adam's division by small
+moments, four steps of imitation and four of reinforcement."""
+PULLED = patch(GRPO, "pulled", "-", pull=KL(coef=0.05))
+
+
+def drawn(names: Iterable[str], count: int) -> list[str]:
+    """All of them; with POSTTRAIN_RANKS=drawn so many, by POSTTRAIN_SEED."""
+    known = list(names)
+    if os.environ.get("POSTTRAIN_RANKS", "all") != "drawn":
+        return known
+    seed = os.environ.get("POSTTRAIN_SEED", "0")
+    chosen = random.Random(f"{seed} {known}").sample(known, count)
+    return [name for name in known if name in chosen]
+
+
+def run_of(model: dict[str, Any] | None = None, **rl: Any) -> Run:
+    """Imitation, then reinforcement against a reference. Nothing is shared between segments, as over ranks.
+
+    Args:
+        model: further settings of the model.
+    """
+    run = tiny_run(**{"steps": 4, "checkpoint_every": 2, "algorithm": PULLED} | rl)
+    sft = replace(run.stages[0], steps=4)
+    made = replace(run.model, share_prefixes=False, **(model or {}))
+    return replace(run, stages=(sft, *run.stages[1:]), deterministic=True, model=made)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer of the last checkpoint, whoever wrote it."""
+    last = checkpoints.find(folder).folder
+    return {f"{file} {n}": t for file in (WEIGHTS, OPTIMIZER) for n, t in SavedTensors(last / file).whole().items()}
+
+
+def said(folder: Path) -> list[tuple[str, str, Any]]:
+    """Every token that was sampled, in order, and what is learned from it (of judged groups the advantage is what the
+    rewards are)."""
+    return [
+        (row.path.name, name, column.tobytes())
+        for row in reader.episode_files(folder)
+        for name, column in sorted(record.read_columns(row.path).items())
+        if name in ("ids", "mask", "length", "advantage")
+    ]
+
+
+def apart(a: Path, b: Path) -> float:
+    """The largest difference of a weight."""
+    one, other = tensors(a), tensors(b)
+    assert one.keys() == other.keys()
+    names = [n for n in one if n.startswith(WEIGHTS)]
+    return max(float((one[n].double() - other[n].double()).abs().max()) for n in names)
+
+
+def same_bits(a: Path, b: Path) -> None:
+    """Weights, optimizer and record."""
+    one, other = tensors(a), tensors(b)
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    assert reader.record_digest(a) == reader.record_digest(b)
+
+
+def cut_run(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+    """A run that stops by a signal after its second step of reinforcement."""
+    remember = ReinforceDriver.remember
+
+    def cut(self: ReinforceDriver, asked: Any, step: Any) -> Any:
+        if asked.index == 2:
+            self.stopper.stop(15)
+        return remember(self, asked, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReinforceDriver, "remember", cut)
+        with pytest.raises(Interrupted):
+            main.run(run, out=folder, quiet=True, **how)
+
+
+# --- lost processes ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankProcesses]]:
+    """The processes of ranks that runs inside the block begin."""
+    made, begin = list[RankProcesses](), RankProcesses.__init__
+
+    def started(self: RankProcesses, *given: Any, **named: Any) -> None:
+        begin(self, *given, **named)
+        made.append(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RankProcesses, "__init__", started)
+        yield made
+
+
+def signalled(made: list[RankProcesses], after: float, number: int, over: threading.Event) -> threading.Thread:
+    """Sends a signal to the last rank, so many seconds after its process has begun, or never where the run is over."""
+
+    def send() -> None:
+        while not made and not over.is_set():
+            time.sleep(0.005)
+        if not over.wait(after):
+            pid = made[-1].pids[max(made[-1].pids)]
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+def go_on(folder: Path, run: Run, **how: Any) -> None:
+    """Go on, or begin where nothing was written yet."""
+    if (folder / "run.json").exists():
+        main.run(resume=folder, quiet=True, **how)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        main.run(run, out=folder, quiet=True, **how)
+
+
+# --- torchrun ---------------------------------------------------------------------------------------------------------
+
+WORDS = [
+    "arithmetic",
+    "sft.steps=3",
+    "sft.batch=8",
+    "rl.steps=3",
+    "rl.prompts=4",
+    "rl.siblings=3",
+    "rl.eval_every=0",
+    "rl.checkpoint_every=1",
+    "env.heldout=4",
+    "model.hidden=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.ffn=64",
+    "model.context=64",
+    "deterministic=true",
+    "threads=1",
+]
+"""A run for the command line."""
+
+
+def torchrun(folder: Path, *how: str) -> subprocess.Popen[str]:
+    """`torchrun ... -m posttrain run`, as docs/ranks.md prints it."""
+    command = [sys.executable, "-m", "torch.distributed.run", *how]
+    command += ["-m", "posttrain", "run", *WORDS, "--out", str(folder)]
+    here = {"PYTHONPATH": str(Path(main.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=os.environ | here, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder.parent
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
