@@ -279,7 +279,8 @@ def page(rows: Sequence[ArmRow]) -> str:
 
 
 def predicted(predictions: Sequence[Prediction], found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
-    return [f"{i}. {p.text} **{judged(p.holds, found)}**" for i, p in enumerate(predictions, 1)]
+    whole = {key: f for key, f in found.items() if f["seeds"] == len(SEEDS)}
+    return [f"{i}. {p.text} **{judged(p.holds, whole)}**" for i, p in enumerate(predictions, 1)]
 
 
 def old_samples(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:

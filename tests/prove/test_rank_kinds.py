@@ -22,7 +22,7 @@ class Kind:
     """A run and its ranks."""
 
     model: dict[str, Any]
-    over: dict[str, int] = field(default_factory=lambda: {"nproc": 2})
+    over: dict[str, Any] = field(default_factory=lambda: dict[str, Any](nproc=2))
 
 
 KINDS = {
@@ -39,7 +39,8 @@ def test_it_is_the_run_of_one_process(word: str, tmp_path: Path, monkeypatch: py
     run = run_of(kind.model)
     main.run(run, out=tmp_path / "one", quiet=True)
     main.run(run, out=tmp_path / "over", quiet=True, **kind.over)
-    for folder, first, then in ((tmp_path / "to one", kind.over, {}), (tmp_path / "to ranks", {}, kind.over)):
+    alone = dict[str, Any]()
+    for folder, first, then in ((tmp_path / "to one", kind.over, alone), (tmp_path / "to ranks", alone, kind.over)):
         cut_run(run, folder, monkeypatch, **first)
         main.run(resume=folder, quiet=True, **then)
     types = {n: t.dtype for n, t in tensors(tmp_path / "one").items()}
