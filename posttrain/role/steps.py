@@ -194,9 +194,10 @@ class StepLabeler:
 
     async def _early(self, answer: LabelledAnswer, judging: SiblingVerdicts) -> LabelledAnswer | None:
         """The answer as one that ends after one of its earlier steps, without the separator behind it. None where it
-        has one step, where no token ends before the separator, or where the environment could not judge it."""
+        has one step, where nothing is a stop token, where no token ends before the separator, or where the environment
+        could not judge it."""
         e, stage = answer.episode, self.stage
-        if len(answer.steps) < 2:
+        if len(answer.steps) < 2 or not self.sampling.stop_ids:
             return None
         place = (f"{self.stream}/early", e.task.id, e.visit, e.sibling)
         number = int(seeds.generator(self.rollout.seed, *place).integers(1, len(answer.steps)))
@@ -293,7 +294,7 @@ def ended(e: Episode, upto: int, sampling: Sampling) -> Said:
     """The first `upto` tokens that the policy said, and a stop token, which it did not say there: its log-prob is
     written as 0, as those of demonstrations are. Nothing is learned from them as samples."""
     first = begun(e, upto)
-    stop, zero = np.array(sampling.stop_ids[:1], np.int32), np.zeros(1, np.float32)
+    stop, zero = np.array((sampling.stop_ids or ())[:1], np.int32), np.zeros(1, np.float32)
     kept = None if first.kept is None else Kept.of([*first.kept.sets(), stop])
     version = np.concatenate([first.version, first.version[-1:]])
     return Said(np.concatenate([first.ids, stop]), np.concatenate([first.logp, zero]), version, Stop.SAID, kept)

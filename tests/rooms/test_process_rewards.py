@@ -182,9 +182,9 @@ def test_an_answer_that_ends_early_is_judged_as_it_is(made: Any) -> None:
         ids = said(e).tolist()
         assert ids[:-1] == said(full.episode)[: len(ids) - 1].tolist() and ids[-1] in made.stop_ids
         assert len(a.steps) < len(full.steps) and not e.text.endswith(";") and full.episode.text.startswith(e.text)
-        attempt = Attempt(e.task, (e.text,), Stop.SAID, len)
+        attempt = Attempt(e.task, (e.text,), Stop.SAID, lambda characters: characters)
         (own,) = asyncio.run(made.environment.judge(attempt))
-        assert e.figure == own.verdict.score
+        assert e.figure is not None and e.figure == own.verdict.score
         assert a.values.right == (*full.values.right[: len(a.steps) - 1], int(e.figure >= SOLVED))
         labels_are_of_their_steps(a, text)
     rows = [a.row(1) for a in both]
