@@ -4,14 +4,18 @@ run takes that for a fault, and faults are found there all the same."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import posttrain
+from benchmarks.healthy_experts import undecided
+from posttrain.core import reader
 from posttrain.core.batch import Packed
-from posttrain.core.errors import EngineError, InvariantError
+from posttrain.core.errors import EngineError, InvariantError, PosttrainError
 from posttrain.core.run import Model
 from posttrain.engine import accept as accepting
 from posttrain.engine import sharing
@@ -19,7 +23,9 @@ from posttrain.engine.attention import PackedLayout
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.routing import Routing
+from posttrain.faults import FAULTS
 from tests.rooms.engine_parts import ALPHABET, segments
+from tests.rooms.test_experts import moe_run
 
 pytestmark = pytest.mark.prove
 
@@ -139,3 +145,30 @@ def test_wrong_sharing_is_found_in_them(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sharing.Sharing, "_shared", lambda self, *a: real(self, *a) * 1.3)
     with pytest.raises(InvariantError, match="computing shared beginnings once"):
         HFLearner(drawn(1)).score(alike(0))
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("replay", ["none", "sampler", "start"])
+def test_a_run_whose_routers_are_undecided_is_not_stopped(replay: str, dtype: str, tmp_path: Path) -> None:
+    words = (f"model.router_replay={replay}", f"model.dtype={dtype}", "rl.optimizer.freeze=mlp.gate")
+    with undecided():
+        posttrain.run(moe_run(checkpoint_every=0, siblings=6), *FIXED, *words, out=tmp_path / "run", quiet=True)
+    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    assert len(steps) == 3 and not [n for s in steps for n in s.notes if n.startswith("rule ")]
+    print(f"{max(s.gauges['experts/differ'].mean for s in steps):.3g} of choices differ")
+    if dtype == "float32":
+        assert max(s.gauges["experts/differ"].mean for s in steps) > 0.01, "the routers were decided after all"
+
+
+@pytest.mark.parametrize("replay", ["none", "sampler"])
+@pytest.mark.parametrize(
+    "fault", ["sync_one_tensor_stale", "logp_shifted", "temperature_one_side", "sampler_colder_than_it_says"]
+)
+def test_a_fault_in_such_a_run_is_caught(fault: str, replay: str, tmp_path: Path) -> None:
+    run = moe_run(checkpoint_every=0, siblings=6, steps=8)
+    words = (*FAULTS[fault].shows, f"fault={fault}", f"model.router_replay={replay}", "rl.optimizer.freeze=mlp.gate")
+    with undecided(), pytest.raises(PosttrainError):
+        posttrain.run(run, *FIXED, *words, out=tmp_path / "run", quiet=True, allow_fault=True)
