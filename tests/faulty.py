@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +49,8 @@ BOUND = 2
 """By how many steps samples may be older in runs of faults between asking and learning."""
 AHEAD = ("ahead", "ahead_resume")
 RESUMED = ("resume", "ahead_resume")
-IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", *AHEAD)
+ELSEWHERE = ("worlds", "fickle")
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", *ELSEWHERE, *AHEAD)
 """What faults need that are planted into a reinforcement stage, or before its first step."""
 
 
@@ -118,8 +118,8 @@ STRUCK = 30
 
 def engine_processes() -> list[int]:
     """Processes of engines that this one has started, oldest first."""
-    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
-    return [int(p) for p in children if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    children = sorted({int(p) for t in Path("/proc/self/task").glob("*/children") for p in t.read_text().split()})
+    return [p for p in children if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 SUMS = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 9}, heldout=20)
@@ -165,6 +165,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(run, env=replace(run.env, name="twice" if needs == "tool" else "waits"))
     if needs == "pool":
         run = replace(run, env=replace(run.env, name="struck"), placement=Processes(engines=2, timeout=60))
+    if needs in ELSEWHERE:
+        run = dying(run, folder, needs == "fickle")
     if needs == "bos":
         run = replace(run, model=Model(path=str(_begins(folder / "bos")), context=64))
     if needs == "state":
@@ -199,6 +201,15 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
     if needs in ("preference", "online", "reject"):
         run = replace(run, stages=(_stage(needs, steps),))
     return run
+
+
+def dying(run: Run, folder: Path, fickle: bool = False) -> Run:
+    """The same with episodes in two processes, one of which dies; `fickle`: and then its world shows something else."""
+    (mark := folder / "marks").mkdir(parents=True, exist_ok=True)
+    (mark / "died").unlink(missing_ok=True)
+    args: dict[str, Any] = {**run.env.args, "mark": str(mark), "fickle": fickle, "learner": os.getpid()}
+    env = replace(run.env, name=f"{ROOT}/tests/dying_world.py:Dies", args=args)
+    return replace(run, env=env, placement=Processes(environments=2, timeout=60))
 
 
 def mixture(run: Run, arch: Literal["qwen3_moe", "mixtral"] = "qwen3_moe") -> Run:

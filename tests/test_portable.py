@@ -35,6 +35,7 @@ PLACES = re.compile(r"^/(proc|sys|dev/shm)(/|$)")
 
 GUARDED = {
     "posttrain/sandbox/": "sandboxes are for Linux; sandbox/choose.py refuses elsewhere before anything of it runs",
+    "posttrain/core/lifetime.py": "calls prctl on Linux alone",
     "posttrain/core/machine.py": "asks hasattr first, and reads /proc and /sys where they are",
     "posttrain/environment/tools/fair_queue.py": "asks hasattr first",
     "posttrain/engine/embedded/native.py": "reads /proc/cpuinfo where there is one",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -264,8 +264,7 @@ def make_roles(
     refuse_balance(run.stages, policy.module)
     if run.model.router_replay != "none":
         refuse_replay(policy.module)
-    tokenizer: Any = policy.tokenizer
-    renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
+    renderer = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, run.model.history)
     serving = placed_engine(run, policy, renderer.decode, say) if lead is not None else None
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = own_learner(run, policy) if lead is None else lead_learner(run, policy, lead)
@@ -282,7 +281,8 @@ def make_roles(
             if isinstance(judge, GenerativeJudge | GenerativeStepJudge):
                 judge.close()
 
-    sync = Sync(learner, engine, probe_ids(policy), run.model.dtype)
+    away = None if isinstance(engine, EmbeddedEngine) else turns_reach
+    sync = Sync(learner, engine, probe_ids(policy), run.model.dtype, elsewhere=away)
     return PolicyRoles(learner, engine, renderer, rollout, sync, close)
 
 

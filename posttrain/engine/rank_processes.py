@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -16,9 +15,10 @@ from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from posttrain.core.lifetime import begun
 from posttrain.engine.rank_orders import HERE, LOOPBACK, RankLost
 
-COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({rank}, {world}, {port}, **{told})"
+COMMAND = "from {module} import serve; serve({rank}, {world}, {port}, **{told})"
 LOG_LINES = 12
 """Last lines of a process's output that an error message quotes."""
 BEGIN_SECONDS = 120.0
@@ -37,10 +37,9 @@ class RankProcesses:
         atexit.register(self._killed)
         for rank in range(1, world):
             given = {"rank": rank, "world": world, "port": self.store.port, "told": dict(told)}
-            code = COMMAND.format(path=sys.path, module=module, **given)
             with self._log(rank).open("wb") as log:
-                self._processes[rank] = subprocess.Popen(
-                    [sys.executable, "-c", code],
+                self._processes[rank] = begun(
+                    COMMAND.format(module=module, **given),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

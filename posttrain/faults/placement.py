@@ -10,6 +10,7 @@ from posttrain.faults.registry import fault
 
 Real = Callable[..., Any]
 POOL = "posttrain.engine.pool.engine_pool:EnginePool"
+EPISODE = "posttrain.engine.pool.environment_pool:PlayedElsewhere"
 
 
 @fault(
@@ -78,3 +79,43 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     return lambda self: False
+
+
+@fault(
+    "dead_environment_played_twice",
+    seam=f"{EPISODE}.does",
+    what="an episode whose process died is played again into the conversation that it had, from its first word",
+    harm="its turns are sampled and learned from twice, and what is judged is not what its environment heard",
+    source="pain 8",
+    needs="worlds",
+)
+def _(real: Real) -> Real:
+    return lambda self, move, told: real(self, move, len(self.done))
+
+
+@fault(
+    "answer_of_another_visit",
+    seam="posttrain.engine.pool.played:HostedEnvironments.said",
+    what="an environment in another process hears what was said in another episode, such as another visit of its task",
+    harm="tools answer what the policy did not ask, and nothing in the record shows it",
+    source="pain 8",
+    needs="worlds",
+)
+def _(real: Real) -> Real:
+    async def said(self: Any, number: int, turn: int, said: Any) -> None:
+        first = vars(self).setdefault("_heard_first", {}).setdefault(turn, said)
+        await real(self, number, turn, first)
+
+    return said
+
+
+@fault(
+    "played_again_unseen",
+    seam=f"{EPISODE}.does",
+    what="what an environment does when it is played again is not compared with what it did before its process died",
+    harm="the policy learns from answers to words that it never saw, of a world that is in another state",
+    source="pain 8",
+    needs="fickle",
+)
+def _(real: Real) -> Real:
+    return lambda self, move, told: real(self, move, told) if told >= len(self.done) else None

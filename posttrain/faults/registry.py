@@ -48,10 +48,11 @@ class Fault:
     (reinforcement against one), `judging` (a policy that learns to judge), `votes` and `yes` (reinforcement paid by a
     judge of pairs, and by one that says Yes or No), `process` (labels of steps, a process reward model, reinforcement
     with it), `implicit` (an algorithm with implicit process rewards), `meta` (rows for a meta reward model, from a
-    judge's votes), `regenerate` (a stage that says wrong answers anew from their first wrong step), `state` (a model
-    with a recurrent state), `ahead` (groups asked ahead of the updates), `ahead_resume` (the same, resumed), `pool`
-    (two engines in processes, one of which is killed), `experts` (a mixture of experts), `search` (`posttrain eval`
-    with searches, of a run with a process reward model)."""
+    judge's votes), `regenerate` (a stage that says wrong answers anew from their first wrong step), `state` (a
+    model with a recurrent state), `ahead` (groups asked ahead of the updates), `ahead_resume` (the same, resumed),
+    `pool` (two engines in processes, one of which is killed), `worlds` (episodes in two processes, one of which
+    dies), `fickle` (the same, of a world that shows something else when it is played again), `experts` (a mixture of
+    experts), `search` (`posttrain eval` with searches, of a run with a process reward model)."""
 
 
 FAULTS: dict[str, Fault] = {}

@@ -5,6 +5,7 @@ After every push both sides must have the same fingerprint of the weights, and t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -31,6 +32,9 @@ class Sync:
     """Carries the weights."""
     ready: Callable[[], Awaitable[None]] | None = None
     """Waits until new weights may come. None: they may come at any time."""
+    elsewhere: Callable[[], Awaitable[None]] | None = None
+    """Waits until weights that were sent have left for engines in processes of their own: the learner's half of the
+    checks is computed while they install them. None: the engine works in this process."""
     tried: bool = False
     """Whether the sampler has been shown to compute with the learner's adapter."""
 
@@ -50,8 +54,8 @@ class Sync:
         if not self.tried:
             await self._try_adapter(self.sampler.version + 1)
             self.tried = True
-        served = await self._send(version)
-        await self._scores_alike(version)
+        served, ours = await self._send(version)
+        await self._scores_alike(version, ours)
         return served
 
     async def _try_adapter(self, version: int) -> None:
@@ -78,10 +82,14 @@ class Sync:
                 )
             await self._scores_alike(version)
 
-    async def _send(self, version: int) -> str:
-        """Send what the learner holds as `version`; returns its fingerprint, which both sides have."""
-        served = await self.transport.send(version, self.learner.shards(), self.sampler)
-        ours = self.learner.fingerprint()
+    async def _send(self, version: int) -> tuple[str, np.ndarray | None]:
+        """Send what the learner holds as `version`; returns its fingerprint, which both sides have, and the learner's
+        log-probs of the probe where there was time for them."""
+        if self.elsewhere is None:
+            served = await self.transport.send(version, self.learner.shards(), self.sampler)
+            ours, scores = self.learner.fingerprint(), None
+        else:
+            served, ours, scores = await self._meanwhile(version, self.elsewhere)
         if served != ours:
             raise InvariantError(
                 f"weight sync of version {version} failed: the learner's weights have fingerprint {ours}, the sampler"
@@ -93,12 +101,30 @@ class Sync:
             raise InvariantError(
                 f"the sampler says it serves version {self.sampler.version} after a push of version {version}"
             )
-        return served
+        return served, scores
 
-    async def _scores_alike(self, version: int) -> None:
-        """Compare log-probs, since correct weights can still be used wrongly: caches, adapters, another dtype."""
+    async def _meanwhile(self, version: int, left: Callable[[], Awaitable[None]]) -> tuple[str, str, np.ndarray]:
+        """Send the weights, and compute what the learner says of them while they are installed: the fingerprint that is
+        served, the learner's, and its log-probs of the probe."""
+        sending = asyncio.ensure_future(self.transport.send(version, self.learner.shards(), self.sampler))
+        try:
+            await left()
+            ours, scores = self.learner.fingerprint(), self.learner.packed_score(packed_text(self.probe_ids))
+            return await sending, ours, scores
+        finally:
+            if not sending.done():
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+
+    async def _scores_alike(self, version: int, ours: np.ndarray | None = None) -> None:
+        """Compare log-probs, since correct weights can still be used wrongly: caches, adapters, another dtype.
+
+        Args:
+            ours: the learner's, where they are known.
+        """
         n, packed = len(self.probe_ids), packed_text(self.probe_ids)
-        ours, theirs = self.learner.packed_score(packed), await self.sampler.score(self.probe_ids)
+        ours = self.learner.packed_score(packed) if ours is None else ours
+        theirs = await self.sampler.score(self.probe_ids)
         found = Gap.of(theirs, ours)
         bound = allowed(self.dtype, found, ours, lambda: self.learner.exact(packed), packed.sampling.temperature)
         if not found.worst <= bound.worst:

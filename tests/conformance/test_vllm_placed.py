@@ -27,6 +27,12 @@ HOW = VLLM(eager=True, cache_gib=1 / 16)
 
 
 def test_a_run_on_two_engines_of_which_one_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plays_on_though_one_is_killed(replace(HOW, update="inflight"), Processes(engines=2), tmp_path, monkeypatch)
+
+
+def plays_on_though_one_is_killed(
+    how: VLLM, placement: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step is asked ahead, and weights arrive in the middle of turns. An engine is killed as the third version is
     installed: no sample is lost or doubled, and all log-probs are the learner's."""
     given, killed, take, load = Counter[str](), list[int](), PooledEngine.take, EnginePool.load
@@ -45,7 +51,7 @@ def test_a_run_on_two_engines_of_which_one_is_killed(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(PooledEngine, "take", counted)
     monkeypatch.setattr(EnginePool, "load", deadly)
-    run = replace(ahead(replace(HOW, update="inflight")), placement=Processes(engines=2))
+    run = replace(ahead(how), placement=placement)
     folder = posttrain.run(run, out=tmp_path / "run", quiet=True).folder
     nothing_lost_or_doubled(folder, run)
     steps = rl_steps(folder)

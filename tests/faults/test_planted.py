@@ -15,7 +15,7 @@ from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
 from posttrain.faults import FAULTS, find, planted
-from tests.faulty import AHEAD, ROOT, STEPS, catch, smallest, start
+from tests.faulty import AHEAD, ELSEWHERE, ROOT, STEPS, catch, smallest, start
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,11 @@ SHOWN = {
 
 @pytest.mark.parametrize(
     "name",
-    [n for n, f in FAULTS.items() if f.needs not in ("preference", "online", "reject", "pool", *AHEAD) or n in SHOWN],
+    [
+        n
+        for n, f in FAULTS.items()
+        if f.needs not in ("preference", "online", "reject", "pool", *ELSEWHERE, *AHEAD) or n in SHOWN
+    ],
 )
 def test_fault_is_caught(name: str, model: Path, tmp_path: Path) -> None:
     caught = catch(FAULTS[name], model, tmp_path)

@@ -75,9 +75,6 @@ class Mixed:
 
     def policy(self) -> Policy:
         made = mixture(self.arch, layers=2, experts=EXPERTS)
-        with torch.no_grad():
-            for p in made.module.parameters():
-                p.mul_(3) if p.ndim > 1 else p.add_(0.1)
         if self.narrow:
             return replace(made, kernels="reference", share_prefixes=False)
         plain_routers(made.module)

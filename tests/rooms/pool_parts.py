@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,8 +102,8 @@ class MemoryWeights:
 class ScriptedHost:
     """An engine in this process that dies after a number of answers, at a deadly place, or when `kill` is called."""
 
-    def __init__(self, weights: MemoryWeights, script: Script) -> None:
-        self._engine = HostedEngine(EngineStart(KnownSampler, lambda: weights))
+    def __init__(self, weights: MemoryWeights, script: Script, make: Callable[[], Any] = KnownSampler) -> None:
+        self._engine = HostedEngine(EngineStart(make, lambda: weights))
         self._calls, self._tasks, self.pid = OpenCalls(), set[asyncio.Task[None]](), 1
         self._script, self._left = script, script.lives.pop(0) if script.lives else None
         self.asked = 0
@@ -116,6 +116,7 @@ class ScriptedHost:
 
     def call(self, method: str, *given: Any) -> Future[Any]:
         number, future = self._calls.begin()
+        self._script.calls.append(method)
         if not future.done() and not (method in self._script.deaf and given):
             task = asyncio.get_running_loop().create_task(self._work(number, method, given))
             self._tasks.add(task)
@@ -164,18 +165,27 @@ class Script:
     given: list[tuple[int, Any]] = field(default_factory=list[tuple[int, Any]])
     """(place, host) of every turn that reached an engine."""
     said: list[str] = field(default_factory=list[str])
+    calls: list[str] = field(default_factory=list[str])
+    """The methods that were called, in order."""
 
 
 def scripted_pool(
-    script: Script, count: int = 2, *, deaths: int = 3, timeout: float = 30.0, weights: MemoryWeights | None = None
+    script: Script,
+    count: int = 2,
+    *,
+    deaths: int = 3,
+    timeout: float = 30.0,
+    weights: MemoryWeights | None = None,
+    make: Callable[[], Any] = KnownSampler,
+    **how: Any,
 ) -> EnginePool:
     there = weights or MemoryWeights()
 
     def new(number: int) -> tuple[ScriptedHost, Future[EngineFacts]]:
-        host = ScriptedHost(there, script)
+        host = ScriptedHost(there, script, make)
         return host, host.started
 
-    return EnginePool(new, there, count=count, timeout=timeout, deaths=deaths, say=script.said.append)
+    return EnginePool(new, there, count=count, timeout=timeout, deaths=deaths, say=script.said.append, **how)
 
 
 def prompt(*ids: int) -> np.ndarray:

@@ -176,7 +176,8 @@ def test_a_stall_names_the_episode_and_the_process(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(environment_pool, "WATCH_EVERY", 0.1)
 
     async def play() -> None:
-        with pool_of(1, timeout=2.0) as pool, asked_for(Asker("train", "a task", 0, 1)):
+        with pool_of(1) as pool, asked_for(Asker("train", "a task", 0, 1)):
+            pool._timeout = pool._waits.timeout = 2.0  # a process may need longer to start
             assert await pool.play(0, task("plain", 1), WrittenTalk(pause=1.5)) is Stop.SAID
             begun = time.monotonic()
             with pytest.raises(EngineError, match=r"environments have stalled.*\ntask 'a task'.* for environment 0"):

@@ -48,6 +48,7 @@ def test_a_meter_is_the_sum_over_what_happened(changes: list[tuple[float, int, i
         patched.setattr(busy.time, "monotonic", lambda: clock[0])
         meter, now = BusyMeter(), (0, 0)
         seconds = idle = flight = 0.0
+        odd = False
         parts = list[tuple[float, float, float]]()
         for spent, turns, tokens, taken in changes:
             clock[0] += spent
@@ -56,7 +57,11 @@ def test_a_meter_is_the_sum_over_what_happened(changes: list[tuple[float, int, i
                 part = meter.take()
                 parts.append((part.seconds, part.idle, part.flight))
             now = (turns, tokens if turns else 0)
-            meter.change(*now)
+            meter.clear() if odd else [meter.end(n) for n in range(5)]
+            odd = not odd
+            for n in range(turns):
+                meter.begin(n, tokens // turns + (tokens % turns if n == 0 else 0))
+                meter.begin(n, tokens // turns + (tokens % turns if n == 0 else 0))
         found, last = meter.read(), meter.take()
     whole = pytest.approx((seconds, idle, flight), abs=1e-6)
     assert (found.seconds, found.idle, found.flight) == whole

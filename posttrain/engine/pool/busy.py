@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 
@@ -31,20 +32,40 @@ class BusyTime:
 
 
 class BusyMeter:
-    """Counts from now on. It is to be told of every change, and can be read from any thread."""
+    """Counts from now on. It is to be told when each turn begins and ends, from any thread: an answer has come when it
+    is here, though the learner, which computes, takes it up later."""
 
     def __init__(self) -> None:
-        self._state = time.monotonic(), BusyTime(0.0, 0.0, 0.0), 0, 0
-        self._taken = self.read()
+        self._lock = threading.Lock()
+        self._open: dict[object, int] = {}
+        self._tokens = 0
+        self._seen = time.monotonic()
+        self._counted = self._taken = BusyTime(0.0, 0.0, 0.0)
 
-    def change(self, turns: int, tokens: int) -> None:
-        """From now on it has so many turns, and tokens in flight."""
-        now = time.monotonic()
-        self._state = now, self._until(now), turns, tokens
+    def begin(self, turn: object, tokens: int) -> None:
+        """It has this turn from now on. `tokens`: that it computes for it at most."""
+        with self._lock:
+            self._count()
+            self._tokens += tokens - self._open.get(turn, 0)
+            self._open[turn] = tokens
+
+    def end(self, turn: object) -> None:
+        """It has the turn no longer, if it had it."""
+        with self._lock:
+            self._count()
+            self._tokens -= self._open.pop(turn, 0)
+
+    def clear(self) -> None:
+        """It has no turn."""
+        with self._lock:
+            self._count()
+            self._open, self._tokens = {}, 0
 
     def read(self) -> BusyTime:
         """Since the meter was made."""
-        return self._until(time.monotonic())
+        with self._lock:
+            self._count()
+            return self._counted
 
     def take(self) -> BusyTime:
         """Since the last call."""
@@ -52,8 +73,9 @@ class BusyMeter:
         self._taken = now
         return now - before
 
-    def _until(self, now: float) -> BusyTime:
-        since, counted, turns, tokens = self._state
-        spent = max(0.0, now - since)
-        idle = 0.0 if turns else spent
-        return BusyTime(counted.seconds + spent, counted.idle + idle, counted.flight + tokens * spent)
+    def _count(self) -> None:
+        now = time.monotonic()
+        spent, self._seen = max(0.0, now - self._seen), now
+        idle = 0.0 if self._open else spent
+        c = self._counted
+        self._counted = BusyTime(c.seconds + spent, c.idle + idle, c.flight + self._tokens * spent)

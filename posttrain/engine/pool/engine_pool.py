@@ -81,9 +81,8 @@ class EnginePool:
         self._facts, self._version = facts[0], facts[0].version
         self._engines = [PooledEngine(f"engine {i}", host, self._version) for i, (host, _) in enumerate(begun)]
         self._parcel: Parcel | None = None
-        self._loads = 0
-        self._turns = self._tokens = 0
-        self._deadly = 0
+        self._probe: np.ndarray | None = None
+        self._loads = self._turns = self._tokens = self._deadly = 0
         self._waits = WaitList(timeout)
         self._lost = EngineReport()
         self._broken: Exception | None = None
@@ -142,7 +141,11 @@ class EnginePool:
             InvariantError: two engines differ by more than the tolerance.
         """
         self._attend()
-        found: list[np.ndarray] = await asyncio.gather(*(self._of(engine, "score", ids) for engine in self._engines))
+        self._probe = ids  # the next weights are scored with it where they are installed
+        known = [engine.scored(ids) for engine in self._engines]
+        coming = [self._of(e, "score", ids) for e, there in zip(self._engines, known, strict=True) if there is None]
+        asked = iter(await asyncio.gather(*coming))
+        found = [next(asked) if there is None else there for there in known]
         gaps = [float(np.abs(x.astype(np.float64) - found[0]).max(initial=0.0)) for x in found]
         if not max(gaps) <= self._tolerance:
             at = int(np.argmax(gaps))
@@ -185,9 +188,8 @@ class EnginePool:
     def clock(self) -> Mapping[str, float]:
         """Seconds since the last call, of all engines together; with what they counted, how idle they were, and who
         died."""
-        found, self._lost = measured(self._engines, self._lost), EngineReport()
+        found, self._lost, sent = measured(self._engines, self._lost), EngineReport(), self._sender.clock()
         deaths, self._deadly = self._deadly, 0
-        sent = self._sender.clock()
         both = {name: spent + found[name] for name, spent in sent.items() if name in found}
         return {**sent, **found, **both, "engine/deaths": float(deaths)}
 
@@ -246,6 +248,7 @@ class EnginePool:
     async def _asked(self, engine: PooledEngine, turn: PooledTurn) -> Said:
         try:
             future = engine.host.call("generate", turn.ids, turn.sampling, turn.place)
+            future.add_done_callback(lambda _: engine.meter.end(turn))
             return await self._answer(future, turn, engine.name, turn.since)
         finally:
             engine.leave(turn)
@@ -279,11 +282,12 @@ class EnginePool:
     async def _install(self, engine: PooledEngine, parcel: Parcel) -> None:
         """Make an engine serve a parcel. One that is started anew meanwhile has it already."""
         while engine.version != parcel.version:
-            served = await self._of(engine, "install", parcel, unless=lambda: engine.version == parcel.version)
-            if served is not None:
-                engine.serves(parcel.version, served)
+            given = parcel, self._probe
+            said = await self._of(engine, "install", *given, unless=lambda: engine.version == parcel.version)
+            if said is not None:
+                engine.serves(parcel.version, said.served, said.probe, said.scores)
 
-    async def _of(self, engine: PooledEngine, method: str, given: Any, unless: Callable[[], bool] = bool) -> Any:
+    async def _of(self, engine: PooledEngine, method: str, *given: Any, unless: Callable[[], bool] = bool) -> Any:
         """The answer of one engine. Where it dies, the new one in its place is asked. None where `unless` has come true
         when it is its turn."""
         while True:
@@ -296,7 +300,7 @@ class EnginePool:
                 if unless():
                     return None
                 try:
-                    return await self._answer(engine.host.call(method, given), "the run", f"{method} of {engine.name}")
+                    return await self._answer(engine.host.call(method, *given), "the run", f"{method} of {engine.name}")
                 except EngineDied:
                     self._check()
 
@@ -327,8 +331,8 @@ class EnginePool:
                 await self._answer(started, "the run", f"the start of a new {engine.name}")
                 if self._parcel is not None:
                     parcel = self._sender.whole(self._parcel.version)
-                    served = await self._answer(host.call("install", parcel), "the run", f"install of {engine.name}")
-                    engine.serves(parcel.version, served)
+                    said = await self._answer(host.call("install", parcel), "the run", f"install of {engine.name}")
+                    engine.serves(parcel.version, said.served)
                     if not self._loads:
                         self._agree()
                 engine.begin(host)
@@ -372,9 +376,8 @@ class EnginePool:
 
     def _notify(self) -> None:
         waiting, self._changed = self._changed, []
-        for waiter in waiting:
-            if not waiter.done():
-                waiter.set_result(None)
+        for waiter in [w for w in waiting if not w.done()]:
+            waiter.set_result(None)
 
     def _check(self) -> None:
         if self._broken is not None:

@@ -1,8 +1,9 @@
 """An engine, or environments, in a process of its own on this machine: `serve` is what the process runs, `ProcessHost`
 is the learner's side.
 
-The process is started by command, not by `multiprocessing`, because that would import the user's program again. They
-talk by pickled messages over a pair of sockets: (number, method, arguments) there, (number, value, error, report) back.
+The process is started by command, not by `multiprocessing`, because that would import the user's program again. It ends
+with the learner's process, on Linux even where it is stopped or hangs (`core.lifetime`). They talk by pickled messages
+over a pair of sockets: (number, method, arguments) there, (number, value, error, report) back.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from concurrent.futures import Future
@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+from posttrain.core.lifetime import begun
 from posttrain.engine.pool.host import OpenCalls
 from posttrain.engine.pool.hosted import EngineEnded, EngineReport, Hosted, HostStart, portable
 
@@ -33,7 +34,7 @@ LOG_LINES = 12
 END_SECONDS = 10.0
 """Seconds that a process has to end after its connection was closed."""
 CANCEL, START = "cancel", "start"
-COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({fd})  # {name}"
+COMMAND = "from {module} import serve; serve({fd})  # {name}"
 
 
 # --- in the engine's process -----------------------------------------------------------------------------------------
@@ -115,10 +116,9 @@ class ProcessHost:
         self._calls = OpenCalls()
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-engine-")
         ours, theirs = socket.socketpair()
-        code = COMMAND.format(path=sys.path, module=__name__, fd=theirs.fileno(), name=name)
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+            self._process = begun(
+                COMMAND.format(module=__name__, fd=theirs.fileno(), name=name),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -24,6 +24,7 @@ from posttrain.core.ports import Talk, Utterance
 from posttrain.core.role_row import RoleRow
 from posttrain.core.stop import Stop
 from posttrain.core.types import Task
+from posttrain.engine.pool.account import AccountedTalk, same_account
 from posttrain.engine.pool.host import EngineDied, EngineHost, NewHost, has_started
 from posttrain.engine.pool.hosted import EngineReport
 from posttrain.engine.pool.played import EndedMove, GivenUpMove, LeftMove, Move, PaidMove, SeenMove, TurnMove
@@ -182,15 +183,20 @@ class EnvironmentPool:
 
         Raises:
             DeadLetter: it has killed as many processes as an episode may. EngineError: nothing moves any more.
-            Exception: what the environment raised.
+            InvariantError: the conversation is not what its environment wrote and heard. Exception: what the
+            environment raised.
         """
         self._attend()
-        episode = PlayedElsewhere(task, talk, environment, asker())
+        accounted = AccountedTalk(talk)
+        episode = PlayedElsewhere(task, accounted, environment, asker())
         try:
             while True:
                 alone = episode.deaths >= self._deaths - 1 > 0
                 try:
-                    return await (self._by_itself(episode, others) if alone else self._among(episode, others))
+                    ended = await (self._by_itself(episode, others) if alone else self._among(episode, others))
+                    same_account(str(episode), accounted.account(), ended.account)
+                    assert ended.stop is not None
+                    return ended.stop
                 except EngineDied as death:
                     episode.deaths += 1
                     if episode.deaths >= self._deaths and (alone or self._deaths == 1):
@@ -225,7 +231,7 @@ class EnvironmentPool:
 
     # --- episodes ----------------------------------------------------------------------------------------------------
 
-    async def _among(self, episode: PlayedElsewhere, others: bool) -> Stop:
+    async def _among(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Play it in the process that plays the fewest."""
         while True:
             self._check()
@@ -241,7 +247,7 @@ class EnvironmentPool:
                 "a process that plays environments",
             )
 
-    async def _by_itself(self, episode: PlayedElsewhere, others: bool) -> Stop:
+    async def _by_itself(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Play it in a process of its own, one such episode after the other."""
         async with self._alone:
             host, started = self._new(len(self._processes))
@@ -252,7 +258,7 @@ class EnvironmentPool:
                 self._lost = self._lost + host.take_report()
                 await asyncio.to_thread(host.close)
 
-    async def _driven(self, process: EnvironmentProcess, episode: PlayedElsewhere, others: bool) -> Stop:
+    async def _driven(self, process: EnvironmentProcess, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Do to the conversation what the process does, until the episode has ended there."""
         self._number += 1
         number, host, told = self._number, process.host, 0
@@ -352,11 +358,10 @@ class EnvironmentPool:
             await asyncio.sleep(WATCH_EVERY)
 
 
-def _ended(move: EndedMove) -> Stop:
+def _ended(move: EndedMove) -> EndedMove:
     if move.error is not None:
         raise move.error
-    assert move.stop is not None
-    return move.stop
+    return move
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,18 @@ class EngineReport:
         return EngineReport(merge(self.gauges, later.gauges), seconds, later.memory or self.memory)
 
 
+@dataclass(frozen=True)
+class Installed:
+    """What an engine says when it serves new weights."""
+
+    served: str
+    """Their fingerprint."""
+    probe: np.ndarray | None = None
+    """The ids that came with them."""
+    scores: np.ndarray | None = None
+    """The log-probs of these ids under them."""
+
+
 class EngineEnded(Exception):
     """The engine of this process can never answer again, for example because its vLLM server has died. Its words are
     the cause. The learner's side ends the process and begins a new one."""
@@ -118,14 +130,20 @@ class HostedEngine:
     async def score(self, ids: np.ndarray) -> np.ndarray:
         return await self._engine.score(ids)
 
-    async def install(self, parcel: Parcel) -> str:
-        """Serve the weights of a parcel; returns their fingerprint. All tensors are checked before one is loaded. While
-        they come and are checked, turns go on under the version before."""
+    async def install(self, parcel: Parcel, probe: np.ndarray | None = None) -> Installed:
+        """Serve the weights of a parcel. All tensors are checked before one is loaded. While they come and are checked,
+        turns go on under the version before.
+
+        Args:
+            probe: ids that will be asked for next (`score`). Their log-probs come with the answer, which saves a way to
+                the learner and back, between two steps of the engine.
+        """
         begun = time.perf_counter()
         tensors = await asyncio.to_thread(self._receiver.read, parcel)
         served = await self._engine.load(parcel.version, tensors)
+        scores = None if probe is None else await self._engine.score(probe)
         self._installed += time.perf_counter() - begun
-        return served
+        return Installed(served, probe, scores)
 
     async def report(self) -> None:
         """A sign of life; the report comes with the answer."""

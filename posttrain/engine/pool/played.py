@@ -20,6 +20,7 @@ from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Environment, Utterance
 from posttrain.core.stop import Stop
 from posttrain.core.types import Message, Task
+from posttrain.engine.pool.account import SeatAccount, TalkAccount
 from posttrain.engine.pool.hosted import REPORT_EVERY, EngineReport, memory, portable
 
 
@@ -70,6 +71,8 @@ class EndedMove:
     stop: Stop | None = None
     error: BaseException | None = field(default=None, compare=False)
     left: LeftMove | None = None
+    account: Mapping[str | None, SeatAccount] | None = field(default=None, compare=False)
+    """What passed over the seats where it was played."""
 
 
 Move = SeenMove | TurnMove | GivenUpMove | PaidMove | LeftMove | EndedMove
@@ -97,6 +100,7 @@ class PlayedSeat:
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         shown = content if isinstance(content, str) else tuple(content)
+        self._talk.account.writes(self._name, shown, tuple(tools))
         self._talk.tell(SeenMove(self._name, shown, tuple(tools)))
 
     async def say(self, most: int | None = None) -> Utterance:
@@ -118,6 +122,7 @@ class PlayedTalk(PlayedSeat):
         self.told = asyncio.Event()
         self.turns: dict[int, asyncio.Future[Utterance]] = {}
         self.playing: asyncio.Task[None] | None = None
+        self.account = TalkAccount()
         self._count = 0
         self._left: LeftMove | None = None
 
@@ -127,11 +132,14 @@ class PlayedTalk(PlayedSeat):
 
     async def turn(self, seat: str | None, most: int | None) -> Utterance:
         self._count += 1
+        asked = self.account.asks(seat)
         number, said = self._count, asyncio.get_running_loop().create_future()
         self.turns[number] = said
         self.tell(TurnMove(seat, most, number))
         try:
-            return await said
+            heard = await said
+            self.account.hears(seat, asked, heard)
+            return heard
         except asyncio.CancelledError:
             self.tell(GivenUpMove(number))
             raise
@@ -142,6 +150,7 @@ class PlayedTalk(PlayedSeat):
         return PlayedSeat(self, name)
 
     def pay(self, source: str, score: float) -> None:
+        self.account.writes(None, source, score)
         self.tell(PaidMove(source, score))
 
     def leave(self, state: Any) -> None:
@@ -166,7 +175,7 @@ class PlayedTalk(PlayedSeat):
             ended = EndedMove(await environment.play(task, self))
         except Exception as error:
             ended = EndedMove(error=portable(error))
-        self.tell(EndedMove(ended.stop, ended.error, self._left))
+        self.tell(EndedMove(ended.stop, ended.error, self._left, self.account.made()))
 
 
 @dataclass(frozen=True)

@@ -71,24 +71,35 @@ class PooledEngine:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights are installed or a new process is started."""
     starting: asyncio.Task[None] | None = None
+    foretold: tuple[np.ndarray, np.ndarray] | None = None
+    """Ids, and their log-probs as it computed them when it had loaded the weights that it serves; until asked for."""
     _sign: tuple[Future[Any], float] | None = None
     """The last question for a sign of life, and when it was asked."""
 
-    def serves(self, version: int, served: str) -> None:
-        """It has new weights, and caches nothing."""
+    def serves(
+        self, version: int, served: str, probe: np.ndarray | None = None, scores: np.ndarray | None = None
+    ) -> None:
+        """It has new weights, and caches nothing. `scores`: of the ids `probe`, as it computed them then."""
         self.version, self.served = version, served
+        self.foretold = None if probe is None or scores is None else (probe, scores)
         self.beginnings.forget()
+
+    def scored(self, ids: np.ndarray) -> np.ndarray | None:
+        """Log-probs of these ids that came with the weights it serves. They are given once: later ones are asked."""
+        known, self.foretold = self.foretold, None
+        return known[1] if known is not None and np.array_equal(known[0], ids) else None
 
     def begin(self, host: EngineHost) -> None:
         """A new process takes the place of the dead one."""
         self.host, self.restarts, self.failed, self._sign = host, self.restarts + 1, 0, None
+        self.foretold = None
         self.beginnings.forget()
 
     def rest(self) -> None:
         """The event loop that asked it has ended, with all it waited for."""
         self.turns, self.busy, self.reserved, self.lock, self.starting = {}, 0, False, asyncio.Lock(), None
-        self._sign = None
-        self.meter.change(0, 0)
+        self._sign = self.foretold = None
+        self.meter.clear()
 
     def silent(self) -> float:
         """Seconds since a question without an answer; asks one where none is open."""
@@ -107,15 +118,15 @@ class PooledEngine:
         """The turn is given to it."""
         self.turns[turn] = None
         self.busy += turn.tokens
-        self.meter.change(len(self.turns), self.busy)
+        self.meter.begin(turn, turn.tokens)
         self.beginnings.add(turn.ids)
 
     def leave(self, turn: PooledTurn) -> None:
         """The turn has ended here, well or not."""
+        self.meter.end(turn)
         if turn in self.turns:
             del self.turns[turn]
             self.busy -= turn.tokens
-            self.meter.change(len(self.turns), self.busy)
 
     def load(self, ids: np.ndarray) -> EngineLoad:
         """What the router knows of it, for a turn after `ids`."""
