@@ -225,7 +225,13 @@ def _never_updated(rank: int) -> Any:
 
     def giving(own: Any) -> Any:
         give = real(own)
-        return lambda p: (give(p), own.grad.zero_() if rank == 1 else None)
+
+        def given(p: Any) -> None:
+            give(p)
+            if rank == 1:
+                own.grad.zero_()
+
+        return given
 
     return patch.object(TensorLearner, "_giving", staticmethod(giving))
 
