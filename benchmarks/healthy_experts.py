@@ -6,7 +6,7 @@
 Run number i of seed s is the one that `healthy.py` draws, with a mixture in place of its model: Qwen3-MoE or Mixtral,
 of 4 or 8 experts and 1 to 3 of a token, whose learner chooses by itself, follows the sampler or its own start, in
 float32 or bfloat16, with or without a load-balance loss, older samples, frozen or slower routers, and layers that are
-computed again. In some of them every router is **undecided**: its experts score alike in pairs, so that rounding
+computed again. In some of them every router is **undecided**: its experts score alike in groups, so that rounding
 decides which of two computes a token (`undecided`), and imitation leaves it so. A run is healthy by the definition of
 `healthy.py`; runs of it that draw settings of the learner are left out. Writes results/healthy_experts.json.
 """
@@ -86,23 +86,29 @@ def _shorter(word: str) -> str:
     return f"{name}={min(60, int(value))}" if name.endswith((".steps",)) and name != "rl.steps" else word
 
 
-@contextlib.contextmanager
-def undecided() -> Iterator[None]:
-    """Models that are built inside have routers whose experts score alike in pairs, but for rounding."""
+def tie(module: Any, spread: float, seed: int) -> None:
+    """Let the experts of each router score alike in groups, but for `spread`. A group has one expert more than a token
+    is given, so that the choice falls within it."""
     import torch
 
+    size = int(module.config.num_experts_per_tok) + 1
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p)
+                p.copy_(4 * p[torch.arange(len(p)) // size] * (1 + spread * noise))
+
+
+@contextlib.contextmanager
+def undecided() -> Iterator[None]:
+    """Models that are built inside have routers whose experts score alike, but for rounding."""
     from posttrain.engine import models
 
     real = models.build_module
 
     def built(*given: Any) -> Any:
         module = real(*given)
-        with torch.no_grad():
-            for name, p in module.named_parameters():
-                if name.endswith("mlp.gate.weight"):
-                    noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).to(p)
-                    pairs = torch.arange(len(p)) // 2
-                    p.copy_(4 * p[pairs] * (1 + SPREAD * noise))
+        tie(module, SPREAD, 0)
         return module
 
     with patch.object(models, "build_module", built):

@@ -442,7 +442,7 @@ def mixtures_drawn() -> list[str]:
         f" stopped ({found['date']}, `benchmarks/healthy_experts.py`, seed {found['seed']}, {found['steps']} RL steps"
         " in all). A run is one of the above from a mixture, drawn with its number of experts, router replay"
         f" ({replay}), load-balance loss, dtype, staleness and frozen routers; in {found['drawn']['undecided']} of them"
-        " the experts score alike in pairs, so that rounding decides which one computes a token.",
+        " the experts score alike in groups, so that rounding decides which one computes a token.",
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import posttrain
-from benchmarks.healthy_experts import undecided
+from benchmarks.healthy_experts import tie, undecided
 from posttrain.core import reader
 from posttrain.core.batch import Packed
 from posttrain.core.errors import EngineError, InvariantError, PosttrainError
@@ -51,16 +51,8 @@ def drawn(seed: int) -> Policy:
         dtype=dtype,
     )
     made = load_policy(model, ALPHABET, seed)
-    tie(made, 10 ** rng.uniform(-9, -4), seed)
+    tie(made.module, 10 ** rng.uniform(-9, -4), seed)
     return made
-
-
-def tie(made: Policy, spread: float, seed: int) -> None:
-    with torch.no_grad():
-        for name, p in made.module.named_parameters():
-            if name.endswith("mlp.gate.weight"):
-                noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p)
-                p.copy_(4 * p[torch.arange(len(p)) // 2] * (1 + spread * noise))
 
 
 def alike(seed: int) -> Packed:
