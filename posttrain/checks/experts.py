@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.checks.sampler import sampler_agrees
 from posttrain.checks.schedule import due
 from posttrain.checks.update import SMALLEST
 from posttrain.core.batch import Batch, Packed
@@ -278,6 +279,12 @@ class ExpertsCheck(Observer):
         self._own, known = alone.own, known_rows(packed.routed_N)
         fresh = tokens.fresh_N if not _other_caches(roles) else np.zeros_like(tokens.fresh_N)
         seen = choices_are_the_samplers(followed, packed, fresh, dtype)
+        if roles.run.model.router_replay == "start":  # what is learned from has other experts than the sampler's
+            exact = lambda: routers.followed().exact(packed)  # noqa: E731
+            fresh_M = fresh[packed.source_M]
+            seen |= sampler_agrees(
+                packed, tokens.mu_M, followed.logp, fresh_M, dtype=dtype, exact=exact, text=roles.text
+            )
         if roles.run.model.router_replay != "none" and due(e.index):
             seen |= learner_follows(roles, routers, packed)
         choices, rows = differing(packed.routed_N[known], alone.own[known])

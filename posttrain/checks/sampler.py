@@ -177,10 +177,17 @@ def _price(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
 
 def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
     """The log-probs of a training pass, as they would be with the sampler's experts: where the learner of a mixture
-    chooses by itself, what that changes in its scores is taken from them. Where they agree anyway they are kept."""
+    chooses by itself, what that changes in its scores is taken from them. Where they agree anyway they are kept.
+
+    With `router_replay=start` the minibatch has the learner's choices in place of the sampler's. Then the pass is
+    compared with the learner's scores alone, and `ExpertsCheck` compares these with the sampler's."""
     follows, agree = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
-    if follows is roles.learner or micro.routed_N is None or agree.within(LEAST[roles.run.model.dtype]):
+    start = roles.run.model.router_replay == "start"
+    known = micro.routed_N is not None and (start or follows is not roles.learner)
+    if not known or agree.within(LEAST[roles.run.model.dtype]):
         return logp_M
+    if start:
+        return (logp_M.astype(np.float64) - roles.learner.score(micro) + micro[MU]).astype(np.float32)
     return (logp_M.astype(np.float64) - roles.learner.score(micro) + follows.score(micro)).astype(np.float32)
 
 
@@ -217,7 +224,7 @@ class SamplerCheck(Observer):
     def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> ObserverReport:
         """Before the first optimizer step of a stage: rho = 1, and KL 0 to a reference that began as the policy."""
         episodes = [s for g in groups for s in g.episodes]
-        segments = [s for x in episodes for s in x.episode.segments]
+        segments = [s for g in groups for x in g.group.judged for s in x.segments]  # with the sampler's own experts
         packed = Packed.of(segments, [i for i, x in enumerate(episodes) for _ in x.episode.segments])
         learner, follows = roles.learner.score(packed), as_sampled(roles.learner)
         version = np.concatenate([s.version[s.mask] for s in segments])
