@@ -49,8 +49,10 @@ BOUND = 2
 """By how many steps samples may be older in runs of faults between asking and learning."""
 AHEAD = ("ahead", "ahead_resume")
 RESUMED = ("resume", "ahead_resume")
+COMPARED = "posttrain.core.ranks"
+"""Where values of ranks are compared for a check, which is what caught the fault."""
 ELSEWHERE = ("worlds", "fickle")
-IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", *ELSEWHERE, *AHEAD)
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", "ranks", *ELSEWHERE, *AHEAD)
 """What faults need that are planted into a reinforcement stage, or before its first step."""
 
 
@@ -165,6 +167,8 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(run, env=replace(run.env, name="twice" if needs == "tool" else "waits"))
     if needs == "pool":
         run = replace(run, env=replace(run.env, name="struck"), placement=Processes(engines=2, timeout=60))
+    if needs == "ranks":  # an odd number of units over two ranks, and a push after an update
+        run = replace(base, stages=(replace(base.stages[0], steps=3, batch=7), replace(base.stages[1], steps=2)))
     if needs in ELSEWHERE:
         run = dying(run, folder, needs == "fickle")
     if needs == "bos":
@@ -360,8 +364,9 @@ def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = Fals
     run = replace(smallest(fault, model, folder, **rl), deterministic=deterministic)
     out = folder / fault.name
     words = (*fault.shows, f"fault={fault.name}")
+    over: dict[str, Any] = {"nproc": 2, "rank_timeout": 60.0} if fault.needs == "ranks" else {}
     try:
-        posttrain.run(run, *words, out=out, quiet=True, allow_fault=True)
+        posttrain.run(run, *words, out=out, quiet=True, allow_fault=True, **over)
         if fault.needs in RESUMED:
             second = sorted((out / "checkpoints").glob("*-rl-000002"))[0]
             posttrain.run(resume=second, quiet=True, allow_fault=True)
@@ -399,7 +404,7 @@ def _caught_labelling(fault: Fault, model: Path, folder: Path) -> Caught | None:
 
 def reached(out: Path, error: BaseException) -> int:
     """The step of its stage in which a run broke; 0 before the first one."""
-    inside = {"learn", "ask", "imitate", "_learn", "_ask"} & {
+    inside = {"learn", "learn_from", "ask", "imitate", "_learn", "_ask"} & {
         f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)
     }
     steps = reader.steps(out) if (out / "run.json").exists() else []
@@ -420,7 +425,8 @@ def named(out: Path) -> Caught | None:
 
 def detector(error: BaseException) -> tuple[str, str]:
     """(kind, name) of what raised: the innermost function of ours, by the room it lies in."""
-    frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if "posttrain" in f.f_globals.get("__name__", "")]
+    names = [(f, f.f_globals.get("__name__", "")) for f, _ in traceback.walk_tb(error.__traceback__)]
+    frames = [f for f, name in names if "posttrain" in name and name != COMPARED]
     code, module = frames[-1].f_code, frames[-1].f_globals["__name__"]
     name = code.co_qualname.removesuffix(".__post_init__")
     if module.startswith("posttrain.core."):

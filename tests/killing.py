@@ -1,5 +1,6 @@
 """What tests kill: the processes of a placed run by their kind, a run that is resumed until it ends, an environment
-whose verdicts need processes of every kind, and engines that die of one prompt or in a broadcast of weights."""
+whose verdicts need processes of every kind, and engines that die of one prompt or in a broadcast of weights. And a run
+that a signal cuts after a step."""
 
 from __future__ import annotations
 
@@ -17,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from posttrain.api import main, session
 from posttrain.api.placed import EngineParts
 from posttrain.api.placed_environments import EnvironmentParts
+from posttrain.controller.interrupt import Interrupted
+from posttrain.controller.stages.reinforce import ReinforceDriver
 from posttrain.core.env import Reward
 from posttrain.core.ports import Attempt, Sampler
 from posttrain.core.run import Run
@@ -264,3 +268,18 @@ def gone(pids: Sequence[int], seconds: float = 15.0) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def cut_run(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, at: int = 2, **how: Any) -> None:
+    """A run that stops by a signal after its step `at` of reinforcement. `how`: what `main.run` is given besides."""
+    remember = ReinforceDriver.remember
+
+    def cut(self: ReinforceDriver, asked: Any, step: Any) -> Any:
+        if asked.index == at:
+            self.stopper.stop(signal.SIGTERM)
+        return remember(self, asked, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReinforceDriver, "remember", cut)
+        with pytest.raises(Interrupted):
+            main.run(run, out=folder, quiet=True, **how)

@@ -20,8 +20,6 @@ import pytest
 import torch
 
 from posttrain.api import main
-from posttrain.controller.interrupt import Interrupted
-from posttrain.controller.stages.reinforce import ReinforceDriver
 from posttrain.core import checkpoint as checkpoints
 from posttrain.core import reader, record
 from posttrain.core.algorithm import patch
@@ -91,21 +89,6 @@ def same_bits(a: Path, b: Path) -> None:
     one, other = tensors(a), tensors(b)
     assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
     assert reader.record_digest(a) == reader.record_digest(b)
-
-
-def cut_run(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
-    """A run that stops by a signal after its second step of reinforcement."""
-    remember = ReinforceDriver.remember
-
-    def cut(self: ReinforceDriver, asked: Any, step: Any) -> Any:
-        if asked.index == 2:
-            self.stopper.stop(15)
-        return remember(self, asked, step)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ReinforceDriver, "remember", cut)
-        with pytest.raises(Interrupted):
-            main.run(run, out=folder, quiet=True, **how)
 
 
 # --- lost processes ---------------------------------------------------------------------------------------------------

@@ -26,11 +26,6 @@ BOUND = 0.1
 summed twice, is off by a factor of two at least; one without the part of a rank by 1 / ranks."""
 
 
-MOVED_NARROW, BOUND_NARROW = 1.0, 0.25
-"""The same where the model computes below float32: the change must be far above that of rounded log-probs. So the
-missing part of one of more than four ranks is not seen there."""
-
-
 def cotangent(logp: torch.Tensor) -> torch.Tensor:
     """What the log-probs of the fixed sequence are weighted with."""
     return torch.linspace(0.5, 1.5, len(logp), dtype=logp.dtype, device=logp.device)
@@ -74,17 +69,6 @@ def _of_logp(
     return found
 
 
-def off_the_grid(weights: torch.Tensor, narrow: torch.dtype | None) -> torch.Tensor:
-    """The weights, each moved at random by at most half of the distance to the next number of the narrow type. Weights
-    that are numbers of that type would be rounded back from every smaller move; from here the rounded moves are right
-    in the mean. Copies of the weights draw the same."""
-    if narrow is None:
-        return weights
-    drawn = torch.rand(weights.shape, generator=torch.Generator().manual_seed(0)) - 0.5
-    exponent = torch.frexp(weights.abs()).exponent.float() - 1
-    return weights + drawn * (weights != 0) * torch.finfo(narrow).eps * torch.exp2(exponent)
-
-
 @torch.no_grad()
 def summed_once(
     learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], gradient: Mapping[str, torch.Tensor]
@@ -93,21 +77,19 @@ def summed_once(
     ranks = learner.ranks
     own = math.sqrt(math.fsum(float(g.double().square().sum()) for g in gradient.values()))
     squared = joint_norm(of_one_copy(ranks, own, "gradient")) ** 2
-    step, bound = (MOVED, BOUND) if learner.policy.dtype.itemsize >= 4 else (MOVED_NARROW, BOUND_NARROW)
     if not squared or not math.isfinite(squared):
         return
     before = {n: parameters[n].detach().clone() for n in gradient}
-    start = {n: off_the_grid(p, learner.narrow) for n, p in before.items()}
     said: list[float] = []
     for sign in (1.0, -1.0):
         for name, g in gradient.items():
-            parameters[name].copy_(start[name] + sign * (step / squared) * g)
+            parameters[name].copy_(before[name] + sign * (MOVED / squared) * g)
         logp = learner.score(packed).astype(np.float64)
         said.append(float(logp @ np.linspace(0.5, 1.5, len(logp))))
     for name, kept in before.items():
         parameters[name].copy_(kept)
-    share = (said[0] - said[1]) / 2 / step
-    if not abs(share - 1) <= bound:
+    share = (said[0] - said[1]) / 2 / MOVED
+    if not abs(share - 1) <= BOUND:
         raise InvariantError(
             f"the gradient of {ranks.world} ranks is not that of the log-probs: along it they change by {share:.3g}"
             " times what it says. It was averaged over ranks, summed twice, or lacks a rank's part. Every update would"

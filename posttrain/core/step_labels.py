@@ -17,7 +17,7 @@ class StepLabeling(Stage):
     the environment judges right. A later stage of kind RewardModel learns from the rows (`labels_of`).
     """
 
-    harmless = ("separator",)
+    harmless = ("separator", "early_ends")
 
     separator: str = "\n"
     """Text that ends a step."""

@@ -43,7 +43,7 @@ SHOWN = {
     [
         n
         for n, f in FAULTS.items()
-        if f.needs not in ("preference", "online", "reject", "pool", *ELSEWHERE, *AHEAD) or n in SHOWN
+        if f.needs not in ("preference", "online", "reject", "pool", "ranks", *ELSEWHERE, *AHEAD) or n in SHOWN
     ],
 )
 def test_fault_is_caught(name: str, model: Path, tmp_path: Path) -> None:

@@ -1,28 +1,52 @@
-"""Faults that are planted in every process of a whole run over ranks stop it by name."""
+"""Every planted fault of runs over ranks stops a whole run by name."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from posttrain.api import main, ranked
-from posttrain.core.errors import InvariantError
-from posttrain.engine.rank_orders import RankLost
-from tests import rank_faults
-from tests.over_ranks import drawn, run_of
+import posttrain
+from posttrain.core import reader
+from posttrain.faults import FAULTS
+from tests.faulty import catch, smallest
+from tests.over_ranks import drawn
 
 pytestmark = pytest.mark.prove
 
+FIRST_STEP = "the first optimizer step is not the configured one"
+SAYS = {
+    "rank_left_out_of_norm": FIRST_STEP,
+    "rank_clips_by_own_norm": FIRST_STEP,
+    "gradients_averaged_over_ranks": "lacks a rank's part",
+    "gradients_reduced_twice": "summed twice",
+    "rank_not_in_the_sum": "lacks a rank's part",
+    "rank_rows_never_updated": "did not move in an optimizer step",
+    "rank_has_own_learning_rate": FIRST_STEP,
+    "rank_leaves_out_update": "left out an update",
+    "rank_has_own_denominator": "normalised by its own tokens",
+    "uneven_units_dropped": "on no rank",
+    "rank_has_another_minibatch": "do not have the same minibatch",
+    "rank_sends_old_version": "version of the weights",
+}
+"""Words of what the run says when it stops, whatever rank sees it first."""
 
-@pytest.mark.parametrize("name", drawn(rank_faults.FAULTS, 2))
-def test_a_planted_fault_stops_the_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever rank sees it first, before the run ends."""
-    monkeypatch.setattr(ranked, "WORKER", rank_faults.__name__)
-    monkeypatch.setenv(rank_faults.PLANTED, name)
-    sft = replace(run_of(steps=1).stages[0], batch=7)  # an odd number of units over two ranks
-    with rank_faults.planted(name, 0), pytest.raises((InvariantError, RankLost)) as found:
-        main.run(replace(run_of(), stages=(sft,)), out=tmp_path / "run", quiet=True, nproc=2, rank_timeout=30.0)
-    print(found.value)
-    assert rank_faults.FAULTS[name][1] in str(found.value)
+
+def test_all_of_them_are_here() -> None:
+    assert [n for n, f in FAULTS.items() if f.needs == "ranks"] == list(SAYS)
+
+
+@pytest.mark.parametrize("name", drawn(SAYS, 2))
+def test_a_planted_fault_stops_the_run(name: str, tmp_path: Path) -> None:
+    found = catch(FAULTS[name], tmp_path / "no model is read", tmp_path)
+    assert found is not None
+    print(f"{name}: {found.detector}, step {found.step}: {found.message[:200]}")
+    assert SAYS[name] in found.message
+
+
+def test_the_run_they_are_planted_in_is_healthy_without_them(tmp_path: Path) -> None:
+    run = smallest(FAULTS["uneven_units_dropped"], tmp_path / "no model is read", tmp_path)
+    posttrain.run(run, out=tmp_path / "healthy", quiet=True, nproc=2)
+    steps = reader.steps(tmp_path / "healthy")
+    assert [s.index for s in steps] == [1, 2, 3, 1, 2]
+    assert not [n for s in steps for n in s.notes if n.startswith(("rule ", "stopped"))]

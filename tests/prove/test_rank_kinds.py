@@ -12,7 +12,8 @@ import pytest
 from posttrain.api import main
 from posttrain.core import reader
 from posttrain.core.adapter import Lora
-from tests.over_ranks import BOUND, apart, cut_run, drawn, run_of, said, tensors
+from tests.killing import cut_run
+from tests.over_ranks import BOUND, apart, drawn, run_of, said, tensors
 
 pytestmark = pytest.mark.prove
 

@@ -19,7 +19,8 @@ from posttrain.core.preference_stage import OnlinePreference, Preference
 from posttrain.core.run import Optimizer
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Stage
-from tests.over_ranks import BOUND, WORDS, apart, cut_run, drawn, free_port, run_of, said, same_bits, tensors, torchrun
+from tests.killing import cut_run
+from tests.over_ranks import BOUND, WORDS, apart, drawn, free_port, run_of, said, same_bits, tensors, torchrun
 
 pytestmark = pytest.mark.prove
 

@@ -23,9 +23,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_nine_in_ten_faults_are_caught(model: Path, tmp_path: Path) -> None:
-    caught = {name: catch(fault, model, tmp_path / name) for name, fault in FAULTS.items()}
+    """Those of runs over ranks, each of several processes, are planted by `tests/prove/test_rank_faults.py`."""
+    planted = {name: fault for name, fault in FAULTS.items() if fault.needs != "ranks"}
+    caught = {name: catch(fault, model, tmp_path / name) for name, fault in planted.items()}
     found = [c for c in caught.values() if c is not None and c.step <= STEPS]
-    assert len(found) >= 0.9 * len(FAULTS), f"not caught: {[n for n, c in caught.items() if c is None]}"
+    assert len(found) >= 0.9 * len(planted), f"not caught: {[n for n, c in caught.items() if c is None]}"
 
 
 SAMPLED = 12

@@ -15,9 +15,7 @@ from run_parts import SMALL, mine, model_at, moved, play
 
 import posttrain
 from posttrain.api import main
-from posttrain.controller.interrupt import Interrupted
 from posttrain.controller.stages import reinforce
-from posttrain.controller.stages.reinforce import ReinforceDriver
 from posttrain.core import reader, record
 from posttrain.core.asker import DEADLY
 from posttrain.core.experience import Experience
@@ -27,7 +25,7 @@ from posttrain.core.types import Segment
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.faults import FAULTS
 from tests import faulty
-from tests.killing import POISON, DeadlyParts
+from tests.killing import POISON, DeadlyParts, cut_run
 from tests.laws.test_placement import outcome, placed, played
 from tests.tiny import tiny_run
 
@@ -52,17 +50,7 @@ def test_the_command_line_places_engines(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_cut_run_goes_on_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begun in one process, gone on in two others, the same bits."""
     whole = played(placed(Local()), tmp_path / "whole")
-    remember = ReinforceDriver.remember
-
-    def cut(self: ReinforceDriver, asked: Experience, step: Step) -> Step:
-        if asked.index == 2:
-            self.stopper.stop(15)
-        return remember(self, asked, step)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ReinforceDriver, "remember", cut)
-        with pytest.raises(Interrupted):
-            played(placed(Local()), tmp_path / "cut")
+    cut_run(placed(Local()), tmp_path / "cut", monkeypatch)
     main.run("placement=processes", "placement.engines=2", resume=tmp_path / "cut", quiet=True)
     assert outcome(tmp_path / "cut") == whole
 

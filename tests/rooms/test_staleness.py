@@ -33,6 +33,7 @@ from posttrain.core.streams import MU, NOW
 from posttrain.core.verdict import Verdict
 from posttrain.environment.gallery import GALLERY
 from posttrain.role.trainer import Trainer
+from tests.killing import cut_run
 from tests.late import Late, episodes_of, late_run, nothing_lost_or_doubled, rl_steps, through_the_queue
 from tests.prove.test_kill_sweep import digest
 from tests.tiny import tiny_run
@@ -206,17 +207,7 @@ def test_a_replay_buffer_comes_back_from_a_checkpoint(
     rows = [r for r in reader.episode_files(tmp_path / "whole") if (r.stage, r.kind) == ("rl", "train")]
     written = [(e.episode.task.id, e.episode.visit, e.episode.sibling) for r in rows for e in episodes_of(r)]
     assert len(set(written)) == len(written) == 6 * 4 * 4, "the record holds each answer once"
-    remember = ReinforceDriver.remember
-
-    def cut(self: ReinforceDriver, asked: Experience, step: Step) -> Step:
-        if asked.index == 4:
-            self.stopper.stop(15)
-        return remember(self, asked, step)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ReinforceDriver, "remember", cut)
-        with pytest.raises(Interrupted):
-            played(run, tmp_path / "cut")
+    cut_run(run, tmp_path / "cut", monkeypatch, at=4)
     main.run(resume=tmp_path / "cut", quiet=True)
     assert digest(tmp_path / "cut") == whole
 
