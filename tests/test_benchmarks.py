@@ -309,14 +309,14 @@ def test_interrupted_answers_span_versions_where_weights_do_not_wait(
 @pytest.mark.prove
 def test_new_weights_wait_for_whole_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then every answer is said by one version; else some are said by two."""
-    monkeypatch.setattr(Late, "slowest", 0.15)
+    monkeypatch.setattr(Late, "slowest", 0.4)  # longer than a learner's step on a busy machine
     mixed = dict[bool, list[bool]]()
     for wanted in (True, False):
         with whole_answers(wanted):
-            run = late_run(1, deterministic=False, eval_every=0, checkpoint_every=0)
+            run = late_run(1, steps=4, deterministic=False, eval_every=0, checkpoint_every=0)
             folder = posttrain.run(run, out=tmp_path / str(wanted), quiet=True).folder
         rows = [r for r in reader.episode_files(folder) if (r.stage, r.kind) == ("rl", "train")]
         said = [e.episode.segments for r in rows for e in episodes_of(r)]
         mixed[wanted] = [len({int(v) for s in segments for v in s.version[s.mask]}) > 1 for segments in said]
-    assert len(mixed[True]) == len(mixed[False]) == 6 * 4 * 4
+    assert len(mixed[True]) == len(mixed[False]) == 4 * 4 * 4
     assert not any(mixed[True]) and any(mixed[False])
