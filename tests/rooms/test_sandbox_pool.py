@@ -248,6 +248,25 @@ def test_a_bubblewrap_that_may_not_make_namespaces_is_quoted(tmp_path: Path) -> 
     assert selftest(Namespaces((), bwrap=str(script))) == ["bwrap: No permissions to create new namespace"]
 
 
+@pytest.mark.parametrize(("killed", "wrong"), [(2, []), (9, ["{}: the sandbox ended while a job ran"])])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sandbox_killed_in_its_self_test_says_nothing_about_the_next(
+    name: str, killed: int, wrong: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is killed in the middle of the attacks, and what the first withstood is tried again."""
+    run, examined = SandboxWorker.run, list[SandboxWorker]()
+
+    def deadly(self: SandboxWorker, job: Job) -> object:
+        examined.extend([self] if self not in examined else [])
+        if len(examined) <= killed and self.jobs == len(examined):
+            os.kill(self.pids[-1], signal.SIGKILL)
+        return run(self, job)
+
+    there = backend(name)
+    monkeypatch.setattr(SandboxWorker, "run", deadly)
+    assert selftest(there) == [w.format(there.name) for w in wrong] and len(examined) == 3
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or interpreter() is None, reason="needs root, and a Python in root's own home")
 def test_a_python_that_the_unused_user_cannot_read_is_named() -> None:
     (said,) = selftest(Landlock((), sys.executable))
