@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
+from copy import copy as copied
 from dataclasses import replace
 
 import numpy as np
@@ -256,7 +257,16 @@ class HFLearner:
 
     def routers(self) -> LearnerRouters | None:
         """None where it is no mixture of experts, or where its routers are not understood (`routing.why_not`)."""
-        return None if self._reader.routers is None else LearnerRouters.of(self._reader, self._reader.routers)
+        found = self._reader.routers
+        return None if found is None else LearnerRouters.of(self._reader, found, self._following)
+
+    def _following(self) -> HFLearner:
+        """The same learner, whose passes follow the choices of a batch."""
+        if self._reader.replays:
+            return self
+        other, reader = copied(self), copied(self._reader)
+        other._reader, reader.replays = reader, True
+        return other
 
     def train_mode(self, on: bool) -> None:
         """Switch training mode. Activations are checkpointed only while it is on. It adds no noise, because noise was

@@ -46,6 +46,8 @@ class Passes:
     """Parameters that still held a gradient before the first backward pass. There should be none."""
     scale: float = 1.0
     """The factor of the loss in the backward passes. The gradients here are without it."""
+    balance: list[list[float]] = field(default_factory=list[list[float]])
+    """[load-balance loss, d loss / d it] of each micro-batch that has one; 0 where it has no gradient."""
 
     @classmethod
     def of(cls, needs: Needs, learner: Learner, scale: float = 1.0) -> Passes:
@@ -55,7 +57,7 @@ class Passes:
 
     def join(self, ranks: Sequence[Passes]) -> None:
         """Become the passes of all ranks, one rank after the other."""
-        for name in ("micros", "episodes", "logp", "logp_grad", "entropy_grad", "value"):
+        for name in ("micros", "episodes", "logp", "logp_grad", "entropy_grad", "value", "balance"):
             setattr(self, name, [x for each in ranks for x in getattr(each, name)])
         self.stale_gradients = sum(each.stale_gradients for each in ranks)
 
@@ -94,8 +96,16 @@ class Passes:
         if scores.value is not None and scores.value.requires_grad:
             said = _numbers(scores.value)
             scores.value.register_hook(lambda grad: self.value.append((said, _numbers(grad) / self.scale)))
+        if scores.balance is not None:
+            self._balance(scores.balance)
         if scores.logp is not None and scores.logp.requires_grad:
             scores.logp.register_hook(lambda grad: self.logp_grad.append(_numbers(grad) / self.scale))
+
+    def _balance(self, balance: Tensor) -> None:
+        part = [float(balance.detach()), 0.0]
+        self.balance.append(part)
+        if balance.requires_grad:
+            balance.register_hook(lambda grad: part.__setitem__(1, float(grad) / self.scale))
 
 
 def _numbers(x: Tensor) -> np.ndarray:
