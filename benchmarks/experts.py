@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,8 @@ def main() -> None:
                 mean = {n: float(np.mean([f[n] for f in found])) for n in found[0]}
                 rows.append({"dtype": dtype, "staleness": staleness, "replay": replay, **mean})
                 print({k: v if isinstance(v, str) else float(f"{v:.3g}") for k, v in rows[-1].items()}, flush=True)
-    given.out.write_text(json.dumps({"seeds": given.seeds, "steps": given.steps, "rows": rows}, indent=1) + "\n")
+                said = {"seeds": given.seeds, "steps": given.steps, "date": time.strftime("%Y-%m-%d"), "rows": rows}
+                given.out.write_text(json.dumps(said, indent=1) + "\n")
 
 
 if __name__ == "__main__":

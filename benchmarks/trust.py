@@ -37,6 +37,7 @@ from posttrain.checks import (
     ahead as asked_ahead,
 )
 from posttrain.checks import (
+    balance,
     credit,
     data,
     draws,
@@ -130,6 +131,7 @@ SECOND_OPINIONS = (
     ranking.loss_is,
     outcomes.outcome_loss_agrees,
     update.update_agrees,
+    balance.balance_agrees,
 )
 """What the page lists of `posttrain/checks`."""
 BEFORE = (
@@ -423,6 +425,24 @@ def drawn_at_random() -> list[str]:
         " of pairs, arithmetic, replies with a planted taste and label noise), architecture, seed, reference, batch,"
         f" micro-batches, temperature, truncation, length of SFT and learning rate; {dtypes}; {judged['adapters']} with"
         " an adapter.",
+        *mixtures_drawn(),
+    ]
+
+
+def mixtures_drawn() -> list[str]:
+    """What `benchmarks/healthy_experts.py` measured, in a paragraph."""
+    path = RESULTS.with_name("healthy_experts.json")
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    replay = ", ".join(f"{n} with {how}" for how, n in sorted(found["drawn"]["model.router_replay"].items()))
+    return [
+        "",
+        f"**The same of mixtures of experts**: {found['runs'] - found['false_alarms']} of {found['runs']} were not"
+        f" stopped ({found['date']}, `benchmarks/healthy_experts.py`, seed {found['seed']}, {found['steps']} RL steps"
+        " in all). A run is one of the above from a mixture, drawn with its number of experts, router replay"
+        f" ({replay}), load-balance loss, dtype, staleness and frozen routers; in {found['drawn']['undecided']} of them"
+        " the experts score alike in groups, so that rounding decides which one computes a token.",
     ]
 
 

@@ -29,7 +29,7 @@ from posttrain.core.scores import Odds
 from posttrain.core.types import Episode, Group, Kept, Segment, Top
 from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent, ScoredEvent
 from posttrain.role.roles import ReinforceRoles
-from posttrain.role.rounding import noise, unmeasured
+from posttrain.role.rounding import as_sampled, noise, unmeasured
 
 TEMPERATURES = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
 """Temperatures of the distributions that tokens might come from instead, sharper and flatter than the reported one."""
@@ -311,14 +311,14 @@ def _of_the_learner(most_behind: int, index: int) -> bool:
 def draws_are_true(roles: ReinforceRoles, bets: Bets, episodes: Sequence[Episode], first: int, stream: str) -> Gauges:
     """Test draws of the learner's own weights, from episode `first` on: repeat them, or bet on them where the engine
     does not draw by place. `stream` is that of the episodes' random numbers."""
-    dtype = roles.run.model.dtype
+    dtype, learner = roles.run.model.dtype, as_sampled(roles.learner)
     if roles.sync.sampler.draws_by_place:
         if (looked := look(episodes, first)) is None:
             return {}
         uniform = uniforms(looked, roles.run.seed, stream)
-        apart = lambda: noise(dtype, roles.learner, looked.packed)  # noqa: E731
-        return drawn_again(looked, roles.learner.odds(looked.packed), uniform, apart, roles.text)
-    odds = lambda packed: roles.learner.odds(packed, TEMPERATURES)  # noqa: E731
+        apart = lambda: noise(dtype, learner, looked.packed)  # noqa: E731
+        return drawn_again(looked, learner.odds(looked.packed), uniform, apart, roles.text)
+    odds = lambda packed: learner.odds(packed, TEMPERATURES)  # noqa: E731
     cheap, believed = dtype == "float32", unmeasured(dtype, roles.sampling.temperature).worst
-    of = lambda packed: believed if cheap else noise(dtype, roles.learner, packed)  # noqa: E731
+    of = lambda packed: believed if cheap else noise(dtype, learner, packed)  # noqa: E731
     return bet_on_answers(bets.draws, episodes, first, odds, of)

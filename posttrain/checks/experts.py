@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.checks.sampler import sampler_agrees
 from posttrain.checks.schedule import due
 from posttrain.checks.update import SMALLEST
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.routed import RoutedPass, Routers, known_rows
+from posttrain.core.routed import NEAR, RoutedPass, Routers, known_rows
 from posttrain.core.streams import ADVANTAGE
 from posttrain.core.types import OPPOSED, OUTSIDE, SHOWN, Segment
 from posttrain.role.events import (
@@ -37,8 +38,6 @@ TOKENS = 2048
 """Most tokens of a step that are read."""
 PROBE = 64
 """Tokens of the segment whose choices are replaced to see whether the learner follows."""
-NEAR = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.15}
-"""Largest lead of an expert that was not chosen over one that was, relative to the largest score (at least 1)."""
 FOLLOWS = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.2}
 """Largest difference of log-probs of two passes over the same experts."""
 LEARNS_FROM = 8
@@ -280,6 +279,12 @@ class ExpertsCheck(Observer):
         self._own, known = alone.own, known_rows(packed.routed_N)
         fresh = tokens.fresh_N if not _other_caches(roles) else np.zeros_like(tokens.fresh_N)
         seen = choices_are_the_samplers(followed, packed, fresh, dtype)
+        if roles.run.model.router_replay == "start":  # what is learned from has other experts than the sampler's
+            exact = lambda: routers.followed().exact(packed)  # noqa: E731
+            fresh_M = fresh[packed.source_M]
+            seen |= sampler_agrees(
+                packed, tokens.mu_M, followed.logp, fresh_M, dtype=dtype, exact=exact, text=roles.text
+            )
         if roles.run.model.router_replay != "none" and due(e.index):
             seen |= learner_follows(roles, routers, packed)
         choices, rows = differing(packed.routed_N[known], alone.own[known])

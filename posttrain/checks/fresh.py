@@ -23,7 +23,7 @@ from posttrain.role.events import DifferentiatedEvent, Event, Observer, Observer
 from posttrain.role.group_queue import GroupQueue
 from posttrain.role.passes import Needs
 from posttrain.role.roles import ReinforceRoles
-from posttrain.role.rounding import Exact, Gap, allowed
+from posttrain.role.rounding import Exact, Gap, allowed, as_sampled
 
 
 def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -> list[Segment]:
@@ -96,13 +96,14 @@ class FreshCheck(Observer):
         packed = Packed.of(segments)
         fresh = np.concatenate([s.version[s.mask] for s in segments]) == version
         mu = np.concatenate([s.logp[s.mask] for s in segments])
+        learner = as_sampled(roles.learner)
         seen = sampler_agrees(
             packed,
             mu,
-            roles.learner.score(packed),
+            learner.score(packed),
             fresh,
             dtype=roles.run.model.dtype,
-            exact=lambda: roles.learner.exact(packed),
+            exact=lambda: learner.exact(packed),
             text=roles.text,
             same=roles.run.exact,
         )

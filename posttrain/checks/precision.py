@@ -10,6 +10,7 @@ import torch
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge
 from posttrain.core.ports import Learner
+from posttrain.core.row_gradient import held
 from posttrain.role.events import DifferentiatedEvent, Event, Observer, ObserverReport, PackedEvent
 from posttrain.role.passes import Needs, Passes
 from posttrain.role.roles import StageRoles
@@ -56,12 +57,12 @@ class ScaleCheck(Observer):
         if self._done or not isinstance(event, DifferentiatedEvent) or event.passes.scale == 1:
             return None
         passes, trained = event.passes, roles.trainer.trained()
-        held = {n: t.grad for n, t in trained.items() if t.grad is not None}
-        norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in held.values()))
+        gradients = {n: t.grad for n, t in trained.items() if t.grad is not None}
+        norm = math.sqrt(math.fsum(float(held(g).double().square().sum()) for g in gradients.values()))
         whole = len(passes.logp_grad) == len(passes.micros) and len(passes.entropy_grad) in (0, len(passes.micros))
-        if passes.value or roles.stage.stores_top or not whole or not held or not math.isfinite(norm) or not norm:
+        if passes.value or roles.stage.stores_top or not whole or not gradients or not math.isfinite(norm) or not norm:
             return None
-        wanted = gradient_of(roles.learner, passes, list(held))
+        wanted = gradient_of(roles.learner, passes, list(gradients))
         if not math.isfinite(wanted) or not wanted:
             return None
         self._done = True

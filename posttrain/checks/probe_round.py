@@ -21,6 +21,7 @@ from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
 from posttrain.role.roles import ReinforceRoles
+from posttrain.role.rounding import as_sampled
 from posttrain.role.talk import shorter
 
 TURNS = 4
@@ -108,13 +109,14 @@ class ProbeCheck(Observer):
         episodes = [e for g in groups for e in g.episodes]
         packed = Packed.of([s for e in episodes for s in e.segments])
         mu = np.concatenate([s.logp[s.mask] for e in episodes for s in e.segments])
+        learner = as_sampled(roles.learner)
         seen = sampler_agrees(
             packed,
             mu,
-            roles.learner.score(packed),
+            learner.score(packed),
             np.ones(len(mu), bool),
             dtype=roles.run.model.dtype,
-            exact=lambda: roles.learner.exact(packed),
+            exact=lambda: learner.exact(packed),
             text=roles.text,
             same=roles.run.exact,
         )

@@ -33,6 +33,7 @@ from posttrain.role.events import (
 )
 from posttrain.role.kept import HINTED, Candidate
 from posttrain.role.roles import RejectionRoles
+from posttrain.role.rounding import as_sampled
 
 Place = tuple[str, int, int, bool, tuple[int, int] | None]
 """Which completion of a round it is: prompt, visit, sibling, whether it had a hint, and what it goes on from
@@ -304,13 +305,14 @@ class RejectionCheck(Observer):
         packed = Packed.of(chosen)
         version = np.concatenate([s.version[s.mask] for s in chosen])
         mu = np.concatenate([s.logp[s.mask] for s in chosen])
+        learner = as_sampled(roles.learner)
         return sampler_agrees(
             packed,
             mu,
-            roles.learner.score(packed),
+            learner.score(packed),
             version == roles.trainer.version,
             dtype=roles.run.model.dtype,
-            exact=lambda: roles.learner.exact(packed),
+            exact=lambda: learner.exact(packed),
             text=roles.text,
             same=roles.run.exact,
         )

@@ -26,7 +26,7 @@ from posttrain.role.events import (
 )
 from posttrain.role.passes import Needs
 from posttrain.role.roles import ReinforceRoles
-from posttrain.role.rounding import Exact, Gap, allowed
+from posttrain.role.rounding import LEAST, Exact, Gap, allowed, as_sampled
 
 
 def sampler_agrees(
@@ -175,6 +175,22 @@ def _price(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
     )
 
 
+def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
+    """The log-probs of a training pass, as they would be with the sampler's experts: where the learner of a mixture
+    chooses by itself, what that changes in its scores is taken from them. Where they agree anyway they are kept.
+
+    With `router_replay=start` the minibatch has the learner's choices in place of the sampler's. Then the pass is
+    compared with the learner's scores alone, and `ExpertsCheck` compares these with the sampler's."""
+    follows, agree = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
+    start = roles.run.model.router_replay == "start"
+    known = micro.routed_N is not None and (start or follows is not roles.learner)
+    if not known or agree.within(LEAST[roles.run.model.dtype]):
+        return logp_M
+    if start:
+        return (logp_M.astype(np.float64) - roles.learner.score(micro) + micro[MU]).astype(np.float32)
+    return (logp_M.astype(np.float64) - roles.learner.score(micro) + follows.score(micro)).astype(np.float32)
+
+
 class SamplerCheck(Observer):
     """Sampler, learner and reference agree when they hold the same weights; rollouts hold what the engine sampled."""
 
@@ -208,15 +224,16 @@ class SamplerCheck(Observer):
     def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> ObserverReport:
         """Before the first optimizer step of a stage: rho = 1, and KL 0 to a reference that began as the policy."""
         episodes = [s for g in groups for s in g.episodes]
-        segments = [s for x in episodes for s in x.episode.segments]
+        segments = [s for g in groups for x in g.group.judged for s in x.segments]  # with the sampler's own experts
         packed = Packed.of(segments, [i for i, x in enumerate(episodes) for _ in x.episode.segments])
-        learner = roles.learner.score(packed)
+        learner, follows = roles.learner.score(packed), as_sampled(roles.learner)
         version = np.concatenate([s.version[s.mask] for s in segments])
         mu = np.concatenate([s.logp[s.mask] for s in segments])
         own, dtype = version == roles.trainer.version, roles.run.model.dtype
-        exact = lambda: roles.learner.exact(packed)  # noqa: E731
+        exact = lambda: follows.exact(packed)  # noqa: E731
         same = roles.run.exact
-        seen = sampler_agrees(packed, mu, learner, own, dtype=dtype, exact=exact, text=roles.text, same=same)
+        read = learner if follows is roles.learner else follows.score(packed)
+        seen = sampler_agrees(packed, mu, read, own, dtype=dtype, exact=exact, text=roles.text, same=same)
         if same:  # by code that shares nothing with the sampler's
             packed_pass = roles.learner.packed_score(packed)
             sampler_agrees(packed, mu, packed_pass, own, dtype=dtype, exact=exact, text=roles.text)
@@ -229,7 +246,9 @@ class SamplerCheck(Observer):
         )
         if roles.reference is not None and roles.own_reference and REFERENCE in episodes[0]:
             reference = np.concatenate([x for s in episodes for x in s[REFERENCE]])
-            no_distance_yet(learner, reference, dtype, exact, packed.sampling.temperature)
+            routers = roles.learner.routers()  # a reference follows no choices
+            alone = learner if routers is None else routers.read(packed, replay=False).logp
+            no_distance_yet(alone, reference, dtype, lambda: roles.learner.exact(packed), packed.sampling.temperature)
         return ObserverReport(merge(seen, band), (*_told(band, dtype), *_price(roles.learner.price(packed), own)))
 
     def _ratio_is_one(
@@ -238,11 +257,11 @@ class SamplerCheck(Observer):
         """On the first optimizer step after a push, every token sampled with the current weights has rho = 1."""
         out: list[Gauges] = []
         for micro, logp in micros:
-            exact = lambda batch=micro: roles.learner.exact(batch)  # noqa: E731
+            exact = lambda batch=micro: as_sampled(roles.learner).exact(batch)  # noqa: E731
             fresh = micro[VERSION] == packed.version
             if keeps_caches(roles.run.engine):
                 fresh &= ~np.isin(micro.segment_M, micro.segment_M[~fresh])
-            learner = logp.astype(np.float32)
+            learner = _with_its_experts(roles, micro, logp.astype(np.float32), fresh)
             out.append(
                 sampler_agrees(
                     micro,

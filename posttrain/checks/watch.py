@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.checks.ahead import AheadCheck, ReplayCheck
+from posttrain.checks.balance import BalanceCheck
 from posttrain.checks.change import ChangeGauges
 from posttrain.checks.credit import CreditCheck
 from posttrain.checks.data import TaskCheck
@@ -58,6 +59,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         ImplicitCheck(),
         SamplerCheck(fresh=not steps),
         ExpertsCheck(),
+        BalanceCheck(),
         HintCheck(),
         TaskCheck(),
         AheadCheck(kept.get("ahead", {}) if steps else None),

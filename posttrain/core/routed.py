@@ -18,9 +18,13 @@ from posttrain.core.errors import InvariantError
 
 if TYPE_CHECKING:
     from posttrain.core.batch import Packed
+    from posttrain.core.ports import Learner
 
 UNKNOWN = -1
 """In each entry of a token of which no choice is known."""
+NEAR = {"float64": 1e-3, "float32": 1e-3, "float16": 0.02, "bfloat16": 0.15}
+"""Largest lead of an expert that was not chosen over one that was, relative to the largest score (at least 1), by which
+the choice between them may be one of rounding."""
 
 
 def check_routed(routed: np.ndarray, tokens: int, where: str) -> None:
@@ -95,6 +99,16 @@ class Routers(Protocol):
         Args:
             replay: follow the choices of `packed.routed_N` where they are known.
         """
+        ...
+
+    def probabilities(self, packed: Packed, *, replay: bool) -> np.ndarray:
+        """float32 [N, R, E]: each router's probabilities of all experts in such a pass. It is computed in one piece."""
+        ...
+
+    def followed(self) -> Learner:
+        """The learner as a pass of it reads that follows the choices of its batch, where they are known. Checks
+        compare a sampler with it: where two experts score alike, rounding decides what each of two correct passes
+        would choose."""
         ...
 
     @property

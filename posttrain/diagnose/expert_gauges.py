@@ -54,6 +54,9 @@ EXPERTS: dict[str, Definition] = {
         "nats",
         "at most rounding; above, the run stops",
     ),
+    "canary/balance_gap": Definition(
+        "|load-balance loss - its definition over the minibatch| / the definition", "1", "at most rounding"
+    ),
     "canary/experts_moved": Definition(
         "experts whose update was followed through an optimizer step", "experts", "any; one that stays stops the run"
     ),

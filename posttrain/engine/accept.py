@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +24,12 @@ from posttrain.core.errors import EngineError
 from posttrain.engine.adopt import WANTED, as_built, route_attention
 from posttrain.engine.attention import PackedLayout, dense_attention
 from posttrain.engine.readout import CANARY, ReadOut, check_read_out, positions, read_out
+from posttrain.engine.routing import Routing, following, routers_of
 from posttrain.engine.stateful import RowLayout, is_stateful, rows_alone
 
 TRIES = 3
-"""Sequences tried before a model is refused. In a mixture of experts, rounding alone may sometimes route a
-token to another expert."""
+"""Sequences tried before a model is refused. In a mixture of experts whose routers are not understood (`routing`),
+rounding alone may sometimes route a token to another expert."""
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest |difference| / |hidden state| of the median position that counts as rounding; 0.1 in narrower types."""
 
@@ -64,6 +66,7 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
         check_read_out(module, out, context)
         _check(module, out, min(CANARY, context), _difference_of_rows)
         return out, []
+    routers_of(module)
     shapes = _shapes(module, out, min(4, context))
     check_read_out(module, out, context)
     _check(module, out, min(CANARY, context), _difference)
@@ -206,29 +209,51 @@ def _check(module: PreTrainedModel, out: ReadOut, length: int, difference: Diffe
 
 
 def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
-    """What differs, as text; '' where nothing does."""
-    (ids, at), (other, there) = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
-    packed = out.hidden(torch.cat([ids, other]), torch.cat([at, there]), PackedLayout([len(ids), len(other)]))
-    together, beside = packed.split([len(ids), len(other)])
+    """What differs, as text; '' where nothing does. The experts of a mixture are those of the sequences alone, wherever
+    rounding decides between them (`_otherwise`)."""
+    (ids, at), (other, there) = alone = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
+    chosen = [Routing(), Routing()]
     with as_built(module):
-        wanted = [out.hidden(*alone, PackedLayout([len(alone[0])])) for alone in ((ids, at), (other, there))]
+        wanted = [
+            out.hidden(*one, _routed(PackedLayout([len(one[0])]), how)) for one, how in zip(alone, chosen, strict=True)
+        ]
+    how = following(chosen)
+    layout = _routed(PackedLayout([len(ids), len(other)]), how)
+    packed = out.hidden(torch.cat([ids, other]), torch.cat([at, there]), layout)
+    together, beside = packed.split([len(ids), len(other)])
     for name, ours, theirs in (("", together, wanted[0]), (" behind another one", beside, wanted[1])):
         if (gap := _gap(ours, theirs)) > _bound(ours):
             return (
                 f"a packed sequence{name} has other hidden states than alone with transformers' own attention (relative"
                 f" gap {gap:.2g})"
             )
-    if length < 2:
-        return ""
-    memory = _GrowingCache()
-    first, last = (out.hidden(ids[part], at[part], memory) for part in (slice(None, -1), slice(-1, None)))
-    for name, ours, wanted in (
-        ("before its end", first, together[:-1]),
-        ("over cached keys and values", last, together[-1:]),
-    ):
-        if (gap := _gap(ours, wanted)) > _bound(ours):
+    if why := _otherwise(how, packed.dtype, "packed with another sequence"):
+        return why
+    return "" if length < 2 else _over_a_cache(out, (ids, at), together, chosen[0])
+
+
+def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, chosen: Routing) -> str:
+    """What differs where the last token of a sequence is computed over the cached keys and values of those before."""
+    memory, given = _GrowingCache(), following([chosen])
+    for name, part in (("before its end", slice(None, -1)), ("over cached keys and values", slice(-1, None))):
+        how = None if given is None or given.given is None else Routing(given.given[part], True)
+        ours = out.hidden(alone[0][part], alone[1][part], _routed(memory, how))
+        if (gap := _gap(ours, wanted[part])) > _bound(ours):
             return f"hidden states {name} differ from those of the whole sequence (relative gap {gap:.2g})"
+        if why := _otherwise(how, ours.dtype, name):
+            return why
     return ""
+
+
+def _routed(layout: Any, routing: Routing | None) -> Any:
+    layout.routing = routing
+    return layout
+
+
+def _otherwise(followed: Routing | None, computed: torch.dtype, name: str) -> str:
+    """Whether the routers would have chosen other experts than those that they were given, by more than rounding."""
+    lead = 0.0 if followed is None else followed.chosen_by_more(computed)
+    return f"its routers choose other experts for a token {name} (by {lead:.2g} times rounding)" if lead > 1 else ""
 
 
 def _difference_of_rows(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:

@@ -53,12 +53,18 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
     with torch.random.fork_rng(devices=[] if module.device.type == "cpu" else None):
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(_config(lora), module, NAME)
+            inject_adapter_in_model(_config(lora, module), module, NAME)
         except ValueError as error:
             raise ConfigError(
                 f"model.lora.targets={','.join(lora.targets)}: {type(module).__name__} has no such linear layers. Its"
                 f" linear layers are {', '.join(names)}"
             ) from error
+    if other := [n for n, layer in layers(module).items() if type(layer).__name__ == "ParamWrapper"]:
+        raise ConfigError(
+            f"model.lora.targets={','.join(lora.targets)}: {other[0]} of {type(module).__name__} is no linear layer."
+            " Experts and routers of a mixture are parameters of another form, and adapters on them are not built. Its"
+            f" linear layers are {', '.join(names)}"
+        )
     if isinstance(read_out(module).head, _tuner_layer()):
         raise ConfigError(
             "model.lora.targets: the language-model head can have no adapter, because log-probs are computed from its"
@@ -69,10 +75,12 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
             parameter.data = parameter.data.float()
 
 
-def _config(lora: Lora) -> Any:
+def _config(lora: Lora, module: PreTrainedModel) -> Any:
     from peft import LoraConfig
 
-    targets: str | list[str] = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets)
+    mixture = any(p.ndim == 3 for p in module.parameters())  # to PEFT their experts and routers are linear too
+    every: str | list[str] = linear_names(module) if mixture else ALL_LINEAR
+    targets = every if lora.targets == (ALL_LINEAR,) else list(lora.targets)
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT computes alpha / r with any number

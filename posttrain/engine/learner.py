@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
+from copy import copy as copied
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -57,6 +59,9 @@ class HFLearner:
         ConfigError: `replays`, and the model has no routers that could follow choices.
     """
 
+    row_gradients: ClassVar[bool] = True
+    """Whether a gradient may hold some rows of a weight alone (`core.row_gradient`)."""
+
     def __init__(
         self,
         policy: Policy,
@@ -93,7 +98,8 @@ class HFLearner:
         before, head, told = self._reader.computed, self._head() if rewards else None, packed.heard() if heard else None
         places = np.zeros(0, np.int64) if head is None else head.places(packed)
         more = np.zeros(0, np.int64) if told is None else told.source_M
-        with kept_on_the_cpu() if self._offload else nullcontext():
+        headless = self._reader.out.headless() if self.row_gradients and not logp and told is None else nullcontext()
+        with kept_on_the_cpu() if self._offload else nullcontext(), headless:
             found = self._reader.hidden(packed, np.concatenate([packed.source_M, places, more]))
         hidden, read, listened = found.split([packed.spoken, len(places), len(more)])
         given = None if head is None else head.read(packed, read)
@@ -256,7 +262,16 @@ class HFLearner:
 
     def routers(self) -> LearnerRouters | None:
         """None where it is no mixture of experts, or where its routers are not understood (`routing.why_not`)."""
-        return None if self._reader.routers is None else LearnerRouters.of(self._reader, self._reader.routers)
+        found = self._reader.routers
+        return None if found is None else LearnerRouters.of(self._reader, found, self._following)
+
+    def _following(self) -> HFLearner:
+        """The same learner, whose passes follow the choices of a batch."""
+        if self._reader.replays:
+            return self
+        other, reader = copied(self), copied(self._reader)
+        other._reader, reader.replays = reader, True
+        return other
 
     def train_mode(self, on: bool) -> None:
         """Switch training mode. Activations are checkpointed only while it is on. It adds no noise, because noise was

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Learner
 from posttrain.core.reinforce import Reinforce
 from posttrain.core.routed import RoutedPass
 from posttrain.core.stage import Stage
@@ -26,16 +28,26 @@ class LearnerRouters:
     experts: int
     names: tuple[str, ...]
     stacked: tuple[tuple[str, ...], ...]
+    follow: Callable[[], Learner]
 
     @classmethod
-    def of(cls, reader: PackedReader, found: RouterModules) -> LearnerRouters | None:
+    def of(cls, reader: PackedReader, found: RouterModules, follow: Callable[[], Learner]) -> LearnerRouters | None:
         """None for a model with a recurrent state, whose passes are padded."""
         if is_stateful(reader.module):
             return None
-        return cls(reader, found.experts, found.names, found.stacked)
+        return cls(reader, found.experts, found.names, found.stacked, follow)
+
+    def followed(self) -> Learner:
+        return self.follow()
 
     def read(self, packed: Packed, *, replay: bool) -> RoutedPass:
         return RoutedPass.join([self._read(part, replay) for part in packed.split(SCORE_TOKENS)])
+
+    def probabilities(self, packed: Packed, *, replay: bool) -> np.ndarray:
+        with forward_only(self.reader.module):
+            routing = PackedRouting(packed, packed.routed_N if replay else None, True)
+            self.reader.routed(packed, None, routing)
+            return routing.probabilities()
 
     def _read(self, packed: Packed, replay: bool) -> RoutedPass:
         with forward_only(self.reader.module):

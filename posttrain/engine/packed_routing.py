@@ -15,8 +15,24 @@ from posttrain.core.routed import UNKNOWN, RoutedPass, known_rows
 from posttrain.engine.routing import Routing, as_array
 
 
-class PackedRouting:
-    """What the routers are given in one pass over packed segments, and what they did.
+class PassRouting:
+    """What the routers are given in one pass, and what they did.
+
+    Args:
+        given: int64 [C, R, K] choices to follow; None: each router chooses itself.
+        scores: keep the routers' logits, with their gradients.
+    """
+
+    def __init__(self, given: Tensor | None = None, scores: bool = False) -> None:
+        self.routing = Routing(given, scores)
+
+    def pass_of(self, device: torch.device) -> Routing:
+        """What the layout of the pass carries."""
+        return self.routing
+
+
+class PackedRouting(PassRouting):
+    """The same for packed segments.
 
     Args:
         given_N: int16 [N, R, K] choices to follow; None: each router chooses itself.
@@ -24,9 +40,9 @@ class PackedRouting:
     """
 
     def __init__(self, packed: Packed, given_N: np.ndarray | None, scores: bool) -> None:
+        super().__init__()
         self._given_C, self._scores = given_N, scores
         self._place_N = np.arange(len(packed.ids_N))
-        self.routing = Routing()
 
     def fold(self, place_N: np.ndarray) -> bool:
         """Compute each place once; False, and nothing is changed, where positions of one place have other choices."""
@@ -42,7 +58,6 @@ class PackedRouting:
         return True
 
     def pass_of(self, device: torch.device) -> Routing:
-        """What the layout of the pass carries."""
         given = None if self._given_C is None else torch.from_numpy(self._given_C.astype(np.int64)).to(device)
         self.routing = Routing(given, self._scores)
         return self.routing
@@ -50,17 +65,19 @@ class PackedRouting:
     def told(self, logp_M: Tensor) -> RoutedPass:
         """What the routers did at every packed position. The pass must have kept their logits."""
         r = self.routing
-        used, own, logits = (r.stacked(x) for x in (r.used, r.own, r.logits))
-        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, used, True)
-        best = logits.masked_fill(chosen, float("-inf")).amax(-1)
-        regret = best - logits.masked_fill(~chosen, float("inf")).amin(-1)
+        regret, scale = r.regret()
         return RoutedPass(
-            as_array(used)[self._place_N],
-            as_array(own)[self._place_N],
+            as_array(r.stacked(r.used))[self._place_N],
+            as_array(r.stacked(r.own))[self._place_N],
             regret.float().cpu().numpy()[self._place_N],
-            float(logits.abs().max()),
+            scale,
             logp_M.float().cpu().numpy(),
         )
+
+    def probabilities(self) -> np.ndarray:
+        """float32 [N, R, E]: the softmax of the routers' logits. The pass must have kept them."""
+        logits = self.routing.stacked(self.routing.logits).detach()
+        return torch.softmax(logits.float(), -1).cpu().numpy()[self._place_N]
 
     def balance(self, packed: Packed) -> Tensor:
         """The load-balance loss of these positions: the routers' probabilities times `packed.balance_E`, over the

@@ -13,7 +13,7 @@ Axis letters: N computed positions, R routers, K experts of a token, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.core.errors import EngineError
-from posttrain.core.routed import UNKNOWN
+from posttrain.core.routed import NEAR, UNKNOWN
 from posttrain.engine import attention
 
 PLACE = "posttrain_router"
@@ -82,6 +82,32 @@ class Routing:
     def stacked(self, of: dict[int, Tensor]) -> Tensor:
         """[N, R, ...] of what was kept by router."""
         return torch.stack([of[r] for r in sorted(of)], 1)
+
+    def regret(self) -> tuple[Tensor, float]:
+        """([N, R]: how much higher the best expert that was not used scores than the worst used one; the largest
+        |score|). The pass must have kept the scores."""
+        used, logits = self.stacked(self.used), self.stacked(self.logits)
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, used, True)
+        best = logits.masked_fill(chosen, float("-inf")).amax(-1)
+        return best - logits.masked_fill(~chosen, float("inf")).amin(-1), float(logits.detach().abs().max())
+
+    def chosen_by_more(self, computed: torch.dtype) -> float:
+        """The largest lead of an expert that was not used over a used one, relative to what rounding may decide in the
+        type that the model computes in (`NEAR`): above 1 the choices that were given are not this pass's own. 0 without
+        routers."""
+        if not self.logits:
+            return 0.0
+        regret, scale = self.regret()
+        near = NEAR[str(computed).removeprefix("torch.")]
+        return float(regret.detach().max()) / (near * max(1.0, scale))
+
+
+def following(passes: Sequence[Routing]) -> Routing | None:
+    """For a pass over the tokens of these passes, back to back: the choices they made. None where they had no
+    router."""
+    if not all(one.used for one in passes):
+        return None
+    return Routing(torch.cat([one.stacked(one.used) for one in passes]), True)
 
 
 def _hook(module: nn.Module, args: Any, output: Any) -> Any:

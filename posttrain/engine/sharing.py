@@ -12,8 +12,9 @@ from torch import Tensor
 from posttrain.core.batch import Packed
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import InvariantError
+from posttrain.core.row_gradient import whole
 from posttrain.engine.attention import PackedLayout
-from posttrain.engine.packed_routing import PackedRouting
+from posttrain.engine.packed_routing import PackedRouting, PassRouting
 from posttrain.engine.readout import ReadOut
 from posttrain.engine.tree import SharedTree, TreeLayout
 
@@ -28,12 +29,14 @@ BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
 types. Norms of transformers compute in float32 also in float64 models."""
 
 
+OFF = "Set model.share_prefixes=false, and please report the model's architecture"
+
+
 def refusal(gap: float, bound: float) -> str:
     """The words of the error where the proof fails."""
     return (
         "computing shared beginnings once changes what the model computes: hidden states or gradients differ"
-        f" by {gap:.2g} of their size (bound {bound:g}). Set model.share_prefixes=false, and please report the"
-        " model's architecture"
+        f" by {gap:.2g} of their size (bound {bound:g}). {OFF}"
     )
 
 
@@ -108,14 +111,14 @@ class Sharing:
         tree = SharedTree.of(ids_N, lengths_S)
         return tree if tree.saving >= WORTH else None
 
-    def _plain(self, ids_N: np.ndarray, lengths_S: np.ndarray, routing: PackedRouting | None = None) -> Tensor:
+    def _plain(self, ids_N: np.ndarray, lengths_S: np.ndarray, routing: PassRouting | None = None) -> Tensor:
         at = np.concatenate([np.arange(n) for n in lengths_S])
         layout = PackedLayout(lengths_S, kernels=self._kernels)
         layout.routing = None if routing is None else routing.pass_of(self._out.weight.device)
         return self._out.hidden(self._to(ids_N), self._to(at), layout)
 
     def _shared(
-        self, ids_N: np.ndarray, positions_N: np.ndarray, tree: SharedTree, routing: PackedRouting | None = None
+        self, ids_N: np.ndarray, positions_N: np.ndarray, tree: SharedTree, routing: PassRouting | None = None
     ) -> Tensor:
         """[U, H]"""
         layout = TreeLayout(tree, kernels=self._kernels)
@@ -132,14 +135,32 @@ class Sharing:
         tree, at = SharedTree.of(ids, lengths), np.concatenate([np.arange(n) for n in lengths])
         trained = [p for p in self._out.decoder.parameters() if p.requires_grad]
         with torch.enable_grad():
-            shared = self._shared(ids, at, tree)[self._to(tree.place_N)]
-            alone = self._plain(ids, lengths)
+            once, all_N = self._choices(ids, lengths, tree)
+            shared = self._shared(ids, at, tree, once)[self._to(tree.place_N)]
+            alone = self._plain(ids, lengths, all_N)
+            lead = 0.0 if once is None else once.routing.chosen_by_more(alone.dtype)
             gap = _gap([shared.detach()], [alone.detach()])
             if trained:
                 gap = max(gap, _gradient_gap(shared, alone, trained))
         bound = BOUNDS.get(alone.dtype, 0.1)
         if not gap <= bound:
             raise InvariantError(refusal(gap, bound))
+        if lead > 1:
+            raise InvariantError(
+                "computing shared beginnings once changes which experts the routers choose, by"
+                f" {lead:.2g} times what rounding may. {OFF}"
+            )
+
+    @torch.no_grad()
+    def _choices(self, ids: np.ndarray, lengths: np.ndarray, tree: SharedTree) -> tuple[Any, Any]:
+        """The experts that both passes of the proof follow, so that rounding decides none of them: for the pass that
+        computes a shared beginning once, and for the other one; None where there is no router."""
+        seen = PassRouting()
+        self._plain(ids, lengths, seen)
+        if not seen.routing.used:
+            return None, None
+        given_U = seen.routing.stacked(seen.routing.used)[self._to(tree.first_U)]
+        return PassRouting(given_U, True), PassRouting(given_U[self._to(tree.place_N)])
 
     def _to(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy(x.astype(np.int64)).to(self._out.weight.device)
@@ -179,7 +200,7 @@ def _gradient_gap(shared: Tensor, alone: Tensor, trained: Sequence[Tensor]) -> f
     def gradients(hidden: Tensor, scale: float) -> list[Tensor]:
         loss = (hidden * (weights * scale)).sum()
         found = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=True)
-        return [g for g in found if g is not None]
+        return [whole(g) for g in found if g is not None]
 
     gap = float("inf")
     for scale in SCALES:

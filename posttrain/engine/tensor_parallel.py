@@ -45,25 +45,42 @@ class TensorLearner(HFLearner):
         InvariantError: the ranks begin with different weights.
     """
 
-    def __init__(self, policy: Policy, ranks: ProcessRanks, *, gradient_checkpointing: Checkpointing = "none") -> None:
-        plan = _plan(policy, ranks.world)
-        super().__init__(replace(policy, share_prefixes=False), gradient_checkpointing=gradient_checkpointing)
+    row_gradients = False  # ranks add up whole gradients
+
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: ProcessRanks,
+        *,
+        gradient_checkpointing: Checkpointing = "none",
+        replays: bool = False,
+    ) -> None:
+        plan = self._plan(policy, ranks.world)
+        policy = replace(policy, share_prefixes=False)
+        super().__init__(policy, gradient_checkpointing=gradient_checkpointing, replays=replays)
         self.holders = ranks
         """The ranks that hold a part of the weights each."""
         check_same(ranks, super().fingerprint(), "weights at the start", "Load one checkpoint on every rank")
         self._frozen = None
-        decoder: Any = policy.module.get_decoder()
-        styles = {name: ColwiseParallel() if style == "colwise" else RowwiseParallel() for name, style in plan.items()}
-        parallelize_module(decoder, ranks.mesh, {n: s for n, s in styles.items() if plan[n] not in WHOLE})
-        shared = [n for n, style in plan.items() if style in WHOLE]
-        for name, p in decoder.named_parameters():
-            if any(fnmatch.fnmatch(name.rpartition(".")[0], pattern) for pattern in shared):
-                p.register_hook(self._summed)
+        self._cut(policy.module.get_decoder(), plan)
         self._held: dict[str, nn.Parameter] = super().parameters()
         self._own = {n: nn.Parameter(_local(p)) if isinstance(p, DTensor) else p for n, p in self._held.items()}
         for name, p in self._held.items():
             if isinstance(p, DTensor):
                 p.register_post_accumulate_grad_hook(self._giving(self._own[name]))
+
+    def _plan(self, policy: Policy, world: int) -> dict[str, str]:
+        """The plan of the decoder's layers."""
+        return _columns_and_rows(policy, world)
+
+    def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
+        """Cut the weights that the plan names, in place."""
+        styles = {name: ColwiseParallel() if style == "colwise" else RowwiseParallel() for name, style in plan.items()}
+        parallelize_module(decoder, self.holders.mesh, {n: s for n, s in styles.items() if plan[n] not in WHOLE})
+        shared = [n for n, style in plan.items() if style in WHOLE]
+        for name, p in decoder.named_parameters():
+            if any(fnmatch.fnmatch(name.rpartition(".")[0], pattern) for pattern in shared):
+                p.register_hook(self._summed)
 
     def _summed(self, gradient: Tensor) -> Tensor:
         out = gradient.clone()
@@ -145,15 +162,20 @@ def _local(tensor: Any) -> Tensor:
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _plan(policy: Policy, world: int) -> dict[str, str]:
+def refuse_whole_batches(policy: Policy, how: str) -> None:
+    """ConfigError for what a learner cannot do whose ranks compute every token. `how` they are cut: a name for the
+    message."""
+    name = type(policy.module).__name__
+    if policy.device.type != "cpu" or policy.dtype not in (torch.float32, torch.float64):
+        raise ConfigError(f"{how} computes on CPU in float32 here, and {name} is {policy.dtype} on {policy.device}")
+    if policy.lora is not None or is_quantised(policy.module) or is_stateful(policy.module):
+        raise ConfigError(f"{how} trains all weights of models without a recurrent state, and {name} is none")
+
+
+def _columns_and_rows(policy: Policy, world: int) -> dict[str, str]:
     """The plan of the decoder's layers. ConfigError for what it cannot do here."""
     config, name = policy.module.config.get_text_config(decoder=True), type(policy.module).__name__
-    if policy.device.type != "cpu" or policy.dtype not in (torch.float32, torch.float64):
-        raise ConfigError(f"tensor parallelism computes on CPU in float32 here, and {name} is on {policy.device}")
-    if policy.lora is not None or is_quantised(policy.module) or is_stateful(policy.module):
-        raise ConfigError(
-            f"tensor parallelism trains all weights of models without a recurrent state, and {name} is none"
-        )
+    refuse_whole_batches(policy, "tensor parallelism")
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
     known = ("colwise", "rowwise", *WHOLE)
     if not plan or any(style not in known for style in plan.values()):

@@ -11,6 +11,7 @@ from torch import Tensor
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner
+from posttrain.core.row_gradient import held
 from posttrain.core.scores import TokenScores
 
 
@@ -46,16 +47,18 @@ class Passes:
     """Parameters that still held a gradient before the first backward pass. There should be none."""
     scale: float = 1.0
     """The factor of the loss in the backward passes. The gradients here are without it."""
+    balance: list[list[float]] = field(default_factory=list[list[float]])
+    """[load-balance loss, d loss / d it] of each micro-batch that has one; 0 where it has no gradient."""
 
     @classmethod
     def of(cls, needs: Needs, learner: Learner, scale: float = 1.0) -> Passes:
         """Start recording, before the first forward pass."""
-        held = [p.grad for p in learner.parameters().values()] if needs.gradients else []
-        return cls(needs, stale_gradients=sum(g is not None and bool(g.any()) for g in held), scale=scale)
+        before = [p.grad for p in learner.parameters().values()] if needs.gradients else []
+        return cls(needs, stale_gradients=sum(g is not None and bool(held(g).any()) for g in before), scale=scale)
 
     def join(self, ranks: Sequence[Passes]) -> None:
         """Become the passes of all ranks, one rank after the other."""
-        for name in ("micros", "episodes", "logp", "logp_grad", "entropy_grad", "value"):
+        for name in ("micros", "episodes", "logp", "logp_grad", "entropy_grad", "value", "balance"):
             setattr(self, name, [x for each in ranks for x in getattr(each, name)])
         self.stale_gradients = sum(each.stale_gradients for each in ranks)
 
@@ -94,8 +97,16 @@ class Passes:
         if scores.value is not None and scores.value.requires_grad:
             said = _numbers(scores.value)
             scores.value.register_hook(lambda grad: self.value.append((said, _numbers(grad) / self.scale)))
+        if scores.balance is not None:
+            self._balance(scores.balance)
         if scores.logp is not None and scores.logp.requires_grad:
             scores.logp.register_hook(lambda grad: self.logp_grad.append(_numbers(grad) / self.scale))
+
+    def _balance(self, balance: Tensor) -> None:
+        part = [float(balance.detach()), 0.0]
+        self.balance.append(part)
+        if balance.requires_grad:
+            balance.register_hook(lambda grad: part.__setitem__(1, float(grad) / self.scale))
 
 
 def _numbers(x: Tensor) -> np.ndarray:

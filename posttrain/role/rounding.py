@@ -69,6 +69,13 @@ def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperatu
     )
 
 
+def as_sampled(learner: Learner) -> Learner:
+    """What a sampler is compared with: the learner, whose experts are those that the sampler chose where it is a
+    mixture. Where two experts score alike rounding decides, and a learner that chooses by itself is another model."""
+    routers = learner.routers()
+    return learner if routers is None else routers.followed()
+
+
 FLOOR: Mapping[str, float] = {"float32": LEAST["float32"].worst, "bfloat16": 0.03, "float16": 4e-3}
 """The least noise assumed, by dtype, since a few tokens may show too little of it."""
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from law_mixtures import ARCHS, in_float64, plain_norms
+from law_mixtures import mixture as policy
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -23,7 +25,6 @@ from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.record import Recorded, from_columns, to_columns
 from posttrain.core.routed import UNKNOWN, check_routed, known_rows
-from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import ADVANTAGE, MU, WEIGHT
 from posttrain.core.transcript import Transcript
@@ -32,21 +33,14 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.speculate import Lookup
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.learner_routers import refuse_replay
-from posttrain.engine.models import Policy, load_policy
+from posttrain.engine.models import Policy
 from posttrain.engine.reference import freeze
 from posttrain.engine.routing import routers_of, weights_of, why_not
 from tests import families
-from tests.rooms.engine_parts import ALPHABET
 
-ARCHS = ("qwen3_moe", "mixtral")
 SAMPLING = Sampling(max_tokens=12, stop_ids=())
 SPREAD = 3e-6
 """Relative differences of scores that rounding decides now and then."""
-
-
-def policy(arch: str = "qwen3_moe", seed: int = 0, **changes: Any) -> Policy:
-    sizes = {"hidden": 32, "layers": 3, "heads": 2, "kv_heads": 1, "ffn": 24, "experts": 6, "experts_per_token": 2}
-    return load_policy(Model(arch=arch, context=96, **{**sizes, **changes}), ALPHABET, seed)
 
 
 def undecided(made: Policy) -> Policy:
@@ -125,21 +119,6 @@ class PlainMixture(nn.Module):
             gate, up = (x @ self.experts.gate_up_proj[e].T).chunk(2, 1)
             out = out + gates[:, e : e + 1] * ((torch.nn.functional.silu(gate) * up) @ self.experts.down_proj[e].T)
         return out[None]
-
-
-def plain_norms(module: nn.Module) -> None:
-    """Norms that compute in the model's own type. Those of transformers go through float32."""
-    for part in module.modules():
-        if type(part).__name__.endswith("RMSNorm"):
-            eps, weight = part.variance_epsilon, part.weight  # type: ignore[union-attr]
-            part.forward = lambda x, w=weight, e=eps: w * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + e)  # type: ignore[assignment]
-
-
-def in_float64(made: Policy) -> Policy:
-    made.module.double()
-    made.module.set_experts_implementation("eager")
-    plain_norms(made.module)
-    return replace(made, kernels="reference", share_prefixes=False)
 
 
 def any_choices(packed: Packed, routers: int, experts: int, active: int, seed: int) -> np.ndarray:

@@ -1,14 +1,17 @@
-"""Mixtures of experts as models of runs: their checks and gauges, and what is refused."""
+"""Mixtures of experts as models of runs: settings, checks and gauges, going on, export, and what is refused."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import posttrain
 from posttrain.checks.experts import (
     FollowedExpert,
     choices_are_the_samplers,
@@ -18,11 +21,12 @@ from posttrain.checks.experts import (
     experts_moved,
     load_gauges,
 )
+from posttrain.core import reader
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.routed import UNKNOWN, RoutedPass
-from posttrain.core.run import Model, Run
+from posttrain.core.run import Model, Optimizer, Run, Supervised
 from posttrain.core.streams import ADVANTAGE
 from tests.rooms.engine_parts import packed
 from tests.tiny import MODEL, tiny_run
@@ -35,6 +39,60 @@ def moe_run(arch: Any = "qwen3_moe", **rl: Any) -> Run:
     run = tiny_run(**rl)
     sft = replace(run.stages[0], steps=30)
     return replace(run, model=replace(MODEL, arch=arch, **MIXTURE), stages=(sft, *run.stages[1:]))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_mixture_trains_goes_on_and_is_exported(arch: str, tmp_path: Path) -> None:
+    """The run is not stopped, one that is resumed ends with the same weights, and plain transformers reads them."""
+    run = replace(moe_run(arch), keep_checkpoints=9)
+    words = ("model.router_replay=sampler", "rl.router_aux_loss_coef=0.01")
+    posttrain.run(run, *words, out=tmp_path / "run", quiet=True)
+    steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    assert len(steps) == 3
+    for step in steps:
+        names = {n.removeprefix("experts/") for n in step.gauges if n.startswith("experts/")}
+        assert names >= {"load_most", "load_entropy", "dead", "differ", "tokens_differ", "regret", "balance_loss"}
+        assert names >= {"gap_replayed", "gap_alone", "drift", "rerouted"}
+        assert step.gauges["experts/gap_replayed"].mean < 1e-5 and step.gauges["experts/regret"].mean < 1e-3
+        assert step.gauges["canary/router_replay"].mean < 1e-4
+        assert not [n for n in step.notes if n.startswith("rule ")]
+    done = weights(Path(posttrain.export(tmp_path / "run", tmp_path / "one")))
+    assert any("experts" in n for n in done)
+    cut = next((tmp_path / "run" / "checkpoints").glob("*-rl-000002"))
+    posttrain.run(resume=cut, quiet=True)
+    again = weights(Path(posttrain.export(tmp_path / "run", tmp_path / "two")))
+    assert done.keys() == again.keys() and all(torch.equal(done[n], again[n]) for n in done)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.router_replay=start", "rl.minibatches=2", "rl.epochs=2"),
+        ("model.router_replay=sampler", "rl.staleness=1"),
+        ("rl.optimizer.freeze=mlp.gate", "model.router_replay=sampler"),
+        ("rl.optimizer.rates=mlp.gate:0.1", "model.dtype=bfloat16", "model.router_replay=sampler"),
+        ("model.gradient_checkpointing=full", "model.router_replay=sampler", "rl.router_aux_loss_coef=0.001"),
+        ("model.experts_per_token=1",),
+    ],
+)
+def test_settings_of_mixtures_are_healthy(words: tuple[str, ...], tmp_path: Path) -> None:
+    posttrain.run(moe_run(checkpoint_every=0), *words, out=tmp_path / "run", quiet=True)
+    assert [s.index for s in reader.steps(tmp_path / "run") if s.stage == "rl"] == [1, 2, 3]
+
+
+def test_a_frozen_router_stays_and_its_experts_learn(tmp_path: Path) -> None:
+    run = replace(moe_run(checkpoint_every=0), stages=moe_run().stages[:1])
+    frozen = ("sft.optimizer.freeze=mlp.gate", "sft.checkpoint_every=0")
+    posttrain.run(run, *frozen, out=tmp_path / "run", quiet=True)
+    posttrain.run(run, *frozen, "sft.steps=1", out=tmp_path / "short", quiet=True)
+    a, b = (weights(Path(posttrain.export(tmp_path / n, tmp_path / f"{n}-model"))) for n in ("run", "short"))
+    gates = [n for n in a if n.endswith("mlp.gate.weight")]
+    assert len(gates) == 2 and all(torch.equal(a[n], b[n]) for n in gates)
+    assert not any(torch.equal(a[n], b[n]) for n in a if "experts" in n)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -62,6 +120,11 @@ def test_another_engine_records_no_choices() -> None:
     balanced = replace(run.stages[1], router_aux_loss_coef=0.1)
     with pytest.raises(ConfigError, match="rl.router_aux_loss_coef reads which experts"):
         replace(run, engine=VLLM(), stages=(run.stages[0], balanced))
+
+
+def test_a_dense_model_has_no_load_to_balance(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rl.router_aux_loss_coef=0.1.*no router"):
+        posttrain.run(tiny_run(), "rl.router_aux_loss_coef=0.1", out=tmp_path / "run", quiet=True)
 
 
 # --- the checks by themselves -----------------------------------------------------------------------------------------
@@ -155,3 +218,10 @@ def test_gauges_of_load_and_of_differences() -> None:
     a = np.array([[[0, 1], [0, 1]], [[2, 3], [0, 1]]], np.int16)
     b = np.array([[[1, 0], [0, 1]], [[2, 1], [0, 1]]], np.int16)
     assert differing(a, b) == (0.25, 0.5)
+
+
+def test_supervised_stages_of_a_mixture_are_as_they_were(tmp_path: Path) -> None:
+    sft = Supervised(name="sft", style="answer", steps=3, batch=8, optimizer=Optimizer(lr=3e-3), eval=False)
+    run = replace(moe_run(), stages=(sft,), model=replace(MODEL, arch="mixtral", router_replay="sampler"))
+    posttrain.run(run, out=tmp_path / "run", quiet=True)
+    assert len(reader.steps(tmp_path / "run")) == 3

@@ -1,0 +1,95 @@
+"""A learner whose ranks hold whole experts, some of each layer (expert parallelism), by the plan that transformers has
+for the architecture (`base_model_ep_plan`) and its `apply_expert_parallelism`.
+
+Every rank computes every token: attention, routers and norms are whole on each, and each computes what its own experts
+add. These parts are summed over ranks once in each layer, and so are the gradients by what went into the experts. So
+all ranks are given the same micro-batches, as with columns and rows (`tensor_parallel`), and every other gradient is
+the same on each rank.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.distributed.expert_parallel import (
+    AllReduceEP,
+    EPImplementationInterface,
+    apply_expert_parallelism,
+)
+
+from posttrain.core.errors import ConfigError
+from posttrain.engine.models import Policy
+from posttrain.engine.tensor_parallel import TensorLearner, refuse_whole_batches
+
+HOW = "posttrain_joined"
+"""The name of `JoinedExperts` among the implementations of transformers."""
+STYLES = ("grouped_gemm", "ep_dispatch_experts")
+"""What a plan may say: of the experts' weights, and of the module that holds them."""
+
+
+class JoinedExperts(AllReduceEP):
+    """A rank's experts over the batch that all ranks share; what they add is summed over ranks.
+
+    A rank none of whose experts was chosen for any token computes one of them times 0. Otherwise its pass would not
+    reach the exchange of gradients in which the other ranks wait, and its experts would have no gradient, where one
+    process has zeros.
+    """
+
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self._forward = self.experts_forward
+        self.experts_forward = self._joined
+
+    def _joined(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        local: Any = self.num_local_experts
+        if bool((index < local).any()):
+            return self._forward(hidden, index, weights)
+        first, nothing = index.new_zeros((1, 1)), weights.sum().view(1, 1)  # the weights of other ranks' experts are 0
+        return self._forward(hidden[:1], first, nothing).repeat(len(hidden), 1)
+
+
+EPImplementationInterface.register(HOW, JoinedExperts)
+
+
+class ExpertLearner(TensorLearner):
+    """`core.ports.Learner` of one rank, which is given what one process would be. It cuts the experts of
+    `policy.module` in place, so the policy is no longer of use to others.
+
+    Args:
+        replays: as in `HFLearner`.
+
+    Raises:
+        ConfigError: the architecture has no plan for its experts, they do not divide, or another part is not built.
+        InvariantError: the ranks begin with different weights.
+    """
+
+    def _plan(self, policy: Policy, world: int) -> dict[str, str]:
+        config, name = policy.module.config.get_text_config(decoder=True), type(policy.module).__name__
+        refuse_whole_batches(policy, "expert parallelism")
+        plan: dict[str, str] = dict(getattr(config, "base_model_ep_plan", None) or {})
+        if not plan or any(style not in STYLES for style in plan.values()):
+            said = ", ".join(sorted(set(plan.values()))) or "none"
+            raise ConfigError(
+                f"{name} has no plan of whole experts in transformers (its plan: {said}). Train it in one process"
+            )
+        decoder: Any = policy.module.get_decoder()
+        found = {
+            int(p.shape[0])
+            for name, p in decoder.named_parameters()
+            if any(style == "grouped_gemm" and fnmatch.fnmatch(name, pattern) for pattern, style in plan.items())
+        }
+        if not found or any(n % world for n in found):
+            raise ConfigError(
+                f"{world} ranks cannot share {min(found, default=0)} experts of {name} evenly: give a divisor of them"
+            )
+        return plan
+
+    def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
+        names = [*(n for n, _ in decoder.named_parameters()), *(n for n, _ in decoder.named_modules())]
+        whole = {n: style for n in names for pattern, style in plan.items() if fnmatch.fnmatch(n, pattern)}
+        mesh = self.holders.mesh
+        with torch.no_grad():
+            apply_expert_parallelism(decoder, mesh, mesh, whole, ep_implementation=HOW)
