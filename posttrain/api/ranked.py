@@ -32,6 +32,7 @@ from posttrain.controller.rank_state import RankState
 from posttrain.controller.rank_worker import work
 from posttrain.core import seeds
 from posttrain.core.errors import EngineError
+from posttrain.core.lifetime import ending_with_parent
 from posttrain.core.machine import cores
 from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
 from posttrain.core.run import Run
@@ -43,6 +44,7 @@ from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_reference import Mould
 
 WORKER = "posttrain.controller.rank_worker"
+LAUNCHER = "the process of torchrun"
 ROWS = (UpdateCheck, FrozenCheck)
 """The checks that every rank makes of its own rows."""
 PLANTED = ExitStack()
@@ -85,6 +87,7 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
         return
     with ExitStack() as closing:
         if under_torchrun():
+            closing.enter_context(ending_with_parent(LAUNCHER))
             world, processes, store = torchrun_world(), None, torchrun_store(options)
             store.set(HERE.format(0), "1")
         else:
@@ -108,11 +111,12 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
 
 def follow(options: RankOptions) -> int:
     """A process of torchrun that is not rank 0: do what rank 0 orders; returns the exit code."""
-    store = torchrun_store(options)
-    store.wait([HERE.format(0)], LONG)
-    if store.get(HERE.format(0)).decode() == END:
-        return 0
-    return work(store, torchrun_rank(), torchrun_world(), options.seconds, options.replicas)
+    with ending_with_parent(LAUNCHER):
+        store = torchrun_store(options)
+        store.wait([HERE.format(0)], LONG)
+        if store.get(HERE.format(0)).decode() == END:
+            return 0
+        return work(store, torchrun_rank(), torchrun_world(), options.seconds, options.replicas)
 
 
 def dismiss(options: RankOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from contextlib import suppress
@@ -38,3 +39,15 @@ def free_memory() -> int | None:
         with suppress(OSError, ValueError):  # "max" is no number: there is no limit
             found.append(int(Path(most).read_text()) - int(Path(used).read_text()))
     return max(0, min(found)) if found else None
+
+
+def give_back_memory() -> bool:
+    """Give memory that this process has freed, and that its C library keeps for itself, back to the system
+    (`malloc_trim`). Returns whether the library has that: glibc on Linux does, others give it back themselves or not at
+    all, and then nothing is done."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        return False
+    trim(0)
+    return True

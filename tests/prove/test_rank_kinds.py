@@ -12,6 +12,7 @@ import pytest
 from posttrain.api import main
 from posttrain.core import reader
 from posttrain.core.adapter import Lora
+from posttrain.core.run import Optimizer
 from tests.killing import cut_run
 from tests.over_ranks import BOUND, apart, drawn, run_of, said, tensors
 
@@ -24,12 +25,19 @@ class Kind:
 
     model: dict[str, Any]
     over: dict[str, Any] = field(default_factory=lambda: dict[str, Any](nproc=2))
+    rl: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further settings of the reinforcement."""
 
 
+EPS = {"optimizer": Optimizer(lr=1e-3, warmup=2, eps=1e-5)}
+"""In the first step nobody is right, and its gradient is that of the distance from a reference that is the policy
+itself: 0, and where layers are computed again rounding of 2e-8. Adam would make whole moves of that."""
 KINDS = {
     "lora": Kind({"lora": Lora(rank=2)}),
     "dora": Kind({"lora": Lora(rank=2, dora=True)}),
     "copies": Kind({}, {"nproc": 4, "replicas": 2}),
+    "computed again": Kind({"gradient_checkpointing": "full"}, rl=EPS),
+    "computed again in part": Kind({"gradient_checkpointing": "selective"}, {"nproc": 4}, EPS),
 }
 
 
@@ -37,7 +45,7 @@ KINDS = {
 def test_it_is_the_run_of_one_process(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is cut: what ranks wrote is gone on with by one process, and the other way round."""
     kind = KINDS[word]
-    run = run_of(kind.model)
+    run = run_of(kind.model, **kind.rl)
     main.run(run, out=tmp_path / "one", quiet=True)
     main.run(run, out=tmp_path / "over", quiet=True, **kind.over)
     alone = dict[str, Any]()
