@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from posttrain import faults
 from posttrain.api.torch_settings import use_deterministic, use_threads
 from posttrain.checks.frozen import FrozenCheck
+from posttrain.checks.precision import ScaleCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.watch import checks_of
 from posttrain.controller.parts import RunParts
@@ -159,7 +160,8 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
     """The parts of a run, with those that train on all ranks."""
-    given: tuple[Any, ...] = (run.model.kernels, False, None)
+    half = run.model.dtype == "float16"
+    given: tuple[Any, ...] = (run.model.kernels, half, None)
     return replace(
         parts,
         freeze=lambda: LeadReference(lead),
@@ -167,5 +169,5 @@ def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
         make_trainer=lambda learner, optimizer, micro_tokens, version: lead_trainer(
             lead, optimizer, micro_tokens, version
         ),
-        observe=rank_observers(lead, checks_of, ROWS),
+        observe=rank_observers(lead, checks_of, (*ROWS, ScaleCheck) if half else ROWS),
     )

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -42,7 +42,7 @@ def die_with(parent: int) -> None:
 
 
 @contextmanager
-def ending_with_parent(name: str) -> Iterator[None]:
+def ending_with_parent(name: str) -> Generator[None]:
     """Inside, this process ends when the one that started it is gone. `name`: of that one, in words."""
     over = end_with(name, os.getppid())
     try:

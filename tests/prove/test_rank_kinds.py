@@ -1,9 +1,10 @@
-"""Whole runs over ranks with what a learner over ranks can cut or leave out: adapters, and copies of the
-weights. Each is the run of one process."""
+"""Whole runs over ranks with what a learner over ranks can cut or leave out: adapters, copies of the weights, layers
+computed again. Each is the run of one process. And runs below float32, whose passes round other numbers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import shutil
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from posttrain.core import reader
 from posttrain.core.adapter import Lora
 from posttrain.core.run import Optimizer
 from tests.killing import cut_run
-from tests.over_ranks import BOUND, apart, drawn, run_of, said, tensors
+from tests.over_ranks import BOUND, apart, drawn, run_of, said, same_bits, tensors
 
 pytestmark = pytest.mark.prove
 
@@ -60,3 +61,48 @@ def test_it_is_the_run_of_one_process(word: str, tmp_path: Path, monkeypatch: py
         assert said(tmp_path / "one") == said(tmp_path / how) != []
         assert types == {n: t.dtype for n, t in tensors(tmp_path / how).items()}
         assert not [n for s in reader.steps(tmp_path / how) for n in s.notes if n.startswith(("stopped", "rule "))]
+
+
+NARROW: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "an adapter over bfloat16": {"dtype": "bfloat16", "lora": Lora(rank=2)},
+    "an adapter over float16": {"dtype": "float16", "lora": Lora(rank=2)},
+}
+DRAWS = 10
+
+
+@pytest.mark.parametrize("word", drawn(NARROW, 1))
+def test_below_float32_it_learns_and_goes_on(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss falls as in one process. A run that was cut ends with the bits of one that was not, and one process goes
+    on with what ranks wrote."""
+    run = run_of(NARROW[word])
+    main.run(run, out=tmp_path / "one", quiet=True)
+    main.run(run, out=tmp_path / "over", quiet=True, nproc=2)
+    cut_run(run, tmp_path / "again", monkeypatch, nproc=2)
+    shutil.copytree(tmp_path / "again", tmp_path / "to one")
+    main.run(resume=tmp_path / "again", quiet=True, nproc=2)
+    same_bits(tmp_path / "over", tmp_path / "again")
+    main.run(resume=tmp_path / "to one", quiet=True)
+    types = {n: t.dtype for n, t in tensors(tmp_path / "one").items()}
+    for how in ("over", "to one"):
+        assert types == {n: t.dtype for n, t in tensors(tmp_path / how).items()}
+        assert not [n for s in reader.steps(tmp_path / how) for n in s.notes if n.startswith(("stopped", "rule "))]
+    losses = {how: imitated(tmp_path / how) for how in ("one", "over")}
+    print(f"{word}: {losses}; weights {apart(tmp_path / 'one', tmp_path / 'over'):.2g} apart")
+    assert all(loss[-1] < 0.9 * loss[0] for loss in losses.values())
+    assert all(abs(a - b) < 0.02 * a for a, b in zip(*losses.values(), strict=True))
+
+
+@pytest.mark.parametrize("word", drawn(NARROW, 1))
+@pytest.mark.parametrize("seed", drawn(map(str, range(1, DRAWS + 1)), 1))
+def test_no_check_is_disturbed_below_float32(word: str, seed: str, tmp_path: Path) -> None:
+    """Of other weights, tasks and answers: nothing stops, and no rule speaks."""
+    run = replace(run_of(NARROW[word]), seed=int(seed))
+    main.run(run, out=tmp_path / "run", quiet=True, nproc=2)
+    assert not [n for s in reader.steps(tmp_path / "run") for n in s.notes if n.startswith(("stopped", "rule "))]
+
+
+def imitated(folder: Path) -> list[float]:
+    """The loss of each step of imitation."""
+    return [s.gauges["loss/policy"].mean for s in reader.steps(folder) if s.stage == "sft"]
