@@ -105,4 +105,4 @@ def test_no_check_is_disturbed_below_float32(word: str, seed: str, tmp_path: Pat
 
 def imitated(folder: Path) -> list[float]:
     """The loss of each step of imitation."""
-    return [s.gauges["loss/policy"].mean for s in reader.steps(folder) if s.stage == "sft"]
+    return [s.gauges["sft/loss"].mean for s in reader.steps(folder) if s.stage == "sft"]
