@@ -13,6 +13,7 @@ import pytest
 from posttrain.api import main
 from posttrain.core import reader
 from posttrain.core.adapter import Lora
+from posttrain.core.errors import InvariantError
 from posttrain.core.run import Optimizer
 from tests.killing import cut_run
 from tests.over_ranks import BOUND, apart, drawn, run_of, said, same_bits, tensors
@@ -101,6 +102,25 @@ def test_no_check_is_disturbed_below_float32(word: str, seed: str, tmp_path: Pat
     run = replace(run_of(NARROW[word]), seed=int(seed))
     main.run(run, out=tmp_path / "run", quiet=True, nproc=2)
     assert not [n for s in reader.steps(tmp_path / "run") for n in s.notes if n.startswith(("stopped", "rule "))]
+
+
+LOST = ("gradients_averaged_over_ranks", "gradients_reduced_twice", "rank_not_in_the_sum")
+
+
+@pytest.mark.parametrize("word", drawn(NARROW, 1))
+@pytest.mark.parametrize("fault", drawn(LOST, 1))
+def test_a_wrong_sum_is_found_below_float32(fault: str, word: str, tmp_path: Path) -> None:
+    """Before the first step, though a small move of the weights would be rounded away."""
+    run = replace(run_of(NARROW[word]), fault=fault)
+    with pytest.raises(InvariantError, match="averaged over ranks, summed twice, or lacks a rank's part"):
+        main.run(run, out=tmp_path / "run", quiet=True, nproc=2, allow_fault=True)
+    assert not reader.steps(tmp_path / "run")
+
+
+def test_a_scale_left_in_the_gradient_is_found_over_ranks(tmp_path: Path) -> None:
+    run = replace(run_of(NARROW["float16"]), fault="scale_left_in_gradient")
+    with pytest.raises(InvariantError, match="Take the scale out where gradients are gathered"):
+        main.run(run, out=tmp_path / "run", quiet=True, nproc=2, allow_fault=True)
 
 
 def imitated(folder: Path) -> list[float]:
