@@ -95,11 +95,10 @@ def test_below_float32_it_learns_and_goes_on(word: str, tmp_path: Path, monkeypa
     assert all(abs(a - b) < 0.02 * a for a, b in zip(*losses.values(), strict=True))
 
 
-@pytest.mark.parametrize("word", drawn(NARROW, 1))
 @pytest.mark.parametrize("seed", drawn(map(str, range(1, DRAWS + 1)), 1))
-def test_no_check_is_disturbed_below_float32(word: str, seed: str, tmp_path: Path) -> None:
-    """Of other weights, tasks and answers: nothing stops, and no rule speaks."""
-    run = replace(run_of(NARROW[word]), seed=int(seed))
+def test_no_check_is_disturbed_below_float32(seed: str, tmp_path: Path) -> None:
+    """Of other weights, tasks and answers, each kind in turn: nothing stops, and no rule speaks."""
+    run = replace(run_of([*NARROW.values()][int(seed) % len(NARROW)]), seed=int(seed))
     main.run(run, out=tmp_path / "run", quiet=True, nproc=2)
     assert not [n for s in reader.steps(tmp_path / "run") for n in s.notes if n.startswith(("stopped", "rule "))]
 
@@ -107,7 +106,7 @@ def test_no_check_is_disturbed_below_float32(word: str, seed: str, tmp_path: Pat
 LOST = ("gradients_averaged_over_ranks", "gradients_reduced_twice", "rank_not_in_the_sum")
 
 
-@pytest.mark.parametrize("word", drawn(NARROW, 1))
+@pytest.mark.parametrize("word", drawn(["bfloat16", "an adapter over float16"], 1))
 @pytest.mark.parametrize("fault", drawn(LOST, 1))
 def test_a_wrong_sum_is_found_below_float32(fault: str, word: str, tmp_path: Path) -> None:
     """Before the first step, though a small move of the weights would be rounded away."""
