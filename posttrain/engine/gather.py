@@ -67,19 +67,18 @@ def gathered(
     if ranks.rank >= parts:
         return
     table, group = table[:parts], ranks.group if ranks.replicas == 1 else ranks.mesh.get_group("shard")
-    runs = [(run, max(sum(labels[i].sent for i in run) for labels in table)) for run in _runs(table, bucket)]
-    room = torch.zeros(max((width for _, width in runs), default=0), dtype=torch.uint8)
-    rooms = [torch.empty_like(room) for _ in table] if ranks.rank == to else []
-    for run, width in runs:
-        own, at = room[:width], 0
+    for run in _runs(table, bucket):
+        width = max(sum(labels[i].sent for i in run) for labels in table)
+        own = torch.zeros(width, dtype=torch.uint8)
+        at = 0
         for i in run:
             if sent := table[ranks.rank][i].sent:
                 raw = held[i].tensor.detach().contiguous().view(-1).view(torch.uint8)
                 own[at : at + raw.numel()] = raw
                 at += sent
-        found = [one[:width] for one in rooms]
-        dist.gather(own, found or None, group=group, group_dst=to)
-        for rank, part in enumerate(found):
+        found = [torch.empty_like(own) for _ in table] if ranks.rank == to else None
+        dist.gather(own, found, group=group, group_dst=to)
+        for rank, part in enumerate(found or ()):
             yield from _read(part, [table[rank][i] for i in run], rank)
 
 

@@ -60,7 +60,7 @@ def test_no_rank_has_a_whole_copy(found: list[dict[str, Any]]) -> None:
         assert said["read"] < 0.5 * said["all"], rank
         assert said["by rows"] < said["all"], rank
         assert said["held"] < said["by rows, own"] + 25e6, rank
-        assert said["sent"] < (0.5 * said["all"] if rank == 0 else 15e6), rank
+        assert said["sent"] < (said["all"] if rank == 0 else 15e6), rank
 
 
 def test_a_checkpoint_is_written_beside_training(found: list[dict[str, Any]]) -> None:
