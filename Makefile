@@ -25,7 +25,7 @@ DOCS_VENV ?= .venv-docs
 # Ray brings 200 MB, so it has an environment of its own.
 RAY_VENV ?= .venv-ray
 
-.PHONY: run test test-vllm test-vllm-servers test-vllm-ahead vllm test-ray test-ray-vllm prove parity docs test-docs lint everything landing clean
+.PHONY: run test test-vllm test-vllm-servers test-vllm-ahead vllm test-ray test-ray-kills test-ray-vllm prove parity docs test-docs lint everything landing clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -54,6 +54,10 @@ vllm: $(VLLM_VENV)/vllm.stamp
 # Engines as actors of a real Ray cluster on this machine, which the tests start and end.
 test-ray: $(RAY_VENV)/ray.stamp
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -q -s tests/ray/placed.py
+
+# Processes of every kind are killed there; by hand, as CI has no time left for it. POSTTRAIN_SWEEP_KILLS is how many, POSTTRAIN_SWEEP_SEED repeats the instants.
+test-ray-kills: $(RAY_VENV)/ray.stamp
+	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -q -s tests/ray/killed.py
 
 # vLLM in such actors; Ray comes into vLLM's environment for it.
 test-ray-vllm: $(VLLM_VENV)/ray.stamp

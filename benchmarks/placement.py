@@ -2,10 +2,12 @@
 steps, in one run.
 
     python -m benchmarks.placement            # three rounds; about five minutes on two quiet cores
+    python -m benchmarks.placement --staleness 2
     python -m benchmarks.placement --quick    # small and short: does it run?
 
 A step is 32 prompts x 8 answers of one turn, `staleness=1`, so the engine says the answers of the next step while the
-learner computes. Ask and learn are the processor time of the two processes, each while the other worked: all that the
+learner computes. With 2 it may be two steps ahead, so a step in which one of them has more to do than the other does
+not stop the other. Ask and learn are the processor time of the two processes, each while the other worked: all that the
 engine's process does, of which *passes* are its forward passes and draws, and all that the learner's does, with the
 answers that it takes apart and judges. Its clock counts these as `rollout`, with the time that it waits; *without
 rollout* is the step without both. With both at work all the time a step takes max(ask, learn); idle is what is left of
@@ -45,7 +47,7 @@ WARM = 3
 """First steps of a side, and one at its end, that are left out."""
 
 
-def side(name: str, quick: bool) -> dict[str, float]:
+def side(name: str, quick: bool, staleness: int = 1) -> dict[str, float]:
     """Seconds a step of one side; called in a process of its own."""
     from posttrain.api import main
     from posttrain.core import reader
@@ -66,7 +68,7 @@ def side(name: str, quick: bool) -> dict[str, float]:
         prompts=4 if quick else 32,
         siblings=8,
         steps=6 if quick else 14,
-        staleness=1,
+        staleness=staleness,
         epochs=EPOCHS,
         eval_every=0,
         checkpoint_every=0,
@@ -142,10 +144,11 @@ def main_() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--side")
     asked = parser.parse_args()
     if asked.side:
-        print(json.dumps(side(asked.side, asked.quick)))
+        print(json.dumps(side(asked.side, asked.quick, asked.staleness)))
         return
     found: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
     for _ in range(1 if asked.quick else asked.rounds):
@@ -156,6 +159,7 @@ def main_() -> None:
                 "benchmarks.placement",
                 "--side",
                 name,
+                *("--staleness", str(asked.staleness)),
                 *(["--quick"] if asked.quick else []),
             ]
             done = subprocess.run(words, capture_output=True, text=True)
@@ -174,7 +178,7 @@ def main_() -> None:
             f" learn is without rollout"
         )
         print(f"{faster[0]:.2f} x as fast as one process with one core, {faster[1]:.2f} x as one with two")
-    if not asked.quick:
+    if not asked.quick and asked.staleness == 1:
         told = {"date": date.today().isoformat(), "machine": machine(1), "rounds": found, "medians": rows}
         RESULTS.write_text(json.dumps(told, indent=1) + "\n")
 

@@ -126,8 +126,8 @@ class MidBroadcastParts(EngineParts):
 # --- the processes of a run ------------------------------------------------------------------------------------------
 
 
-def kinds_of(run: int) -> dict[str, list[int]]:
-    """Ids of the living processes of the run with this process id, by their kind."""
+def living() -> tuple[dict[int, int], dict[int, str]]:
+    """(parent, command) of the living processes of this machine, by their id."""
     parents, commands = dict[int, int](), dict[int, str]()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -139,6 +139,12 @@ def kinds_of(run: int) -> dict[str, list[int]]:
             continue  # it has ended meanwhile
         if state != "Z":
             parents[int(entry.name)], commands[int(entry.name)] = int(parent), command
+    return parents, commands
+
+
+def kinds_of(run: int) -> dict[str, list[int]]:
+    """Ids of the living processes of the run with this process id, by their kind."""
+    parents, commands = living()
     out: dict[str, list[int]] = {kind: [] for kind in KINDS}
     out["learner"] += [run] if run in parents else []
     for pid, parent in parents.items():
@@ -177,15 +183,26 @@ class RoleKiller:
     def left(self) -> int:
         return len(self.kinds) - self.killed.total()
 
+    def alive(self, run: int) -> dict[str, list[int]]:
+        return kinds_of(run)
+
     def attack(self, run: int) -> None:
         """Kill processes of this run until it has ended, or nothing is left to kill. To be called from a thread."""
         while self.left and not self.over.wait(float(self.rng.exponential(self.between))):
             kind = self.kinds[self.killed.total()]
-            if alive := kinds_of(run)[kind]:
-                os.kill(alive[int(self.rng.integers(len(alive)))], signal.SIGKILL)
+            if (alive := self.alive(run)[kind]) and kill(alive[int(self.rng.integers(len(alive)))]):
                 self.killed[kind] += 1
                 if kind == "learner":
                     return
+
+
+def kill(pid: int) -> bool:
+    """Kill it; whether it was there still."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def order_of_kinds(rng: np.random.Generator, count: int, kinds: Sequence[str] = KINDS) -> list[str]:

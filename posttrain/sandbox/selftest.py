@@ -20,6 +20,8 @@ from posttrain.sandbox.worker import Job, SandboxWorker, begin
 
 CANARY = "POSTTRAIN_CANARY"
 ATTACK = b"@attack("
+TRIES = 3
+"""Sandboxes that may be lost while they are examined, before that is a reason to refuse."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,19 @@ def attacks(target: AttackTargets, processes: bool = False) -> bytes:
 
 
 def selftest(backend: Backend) -> list[str]:
-    """The reasons to refuse a backend on this machine; empty if it passed."""
-    try:
-        worker = begin(backend)
-    except (SandboxBroken, SandboxUnavailableError) as error:
-        return [str(error)]
-    try:
-        with bait() as target:
-            return _examine(worker, target)
-    except SandboxBroken as error:
-        return [str(error)]
-    finally:
-        worker.close()
+    """The reasons to refuse a backend on this machine; empty if it passed. A sandbox that is killed while it is
+    examined, for example for want of memory, says nothing about the others: a new one is examined from the beginning,
+    `TRIES` in all."""
+    lost = ""
+    for _ in range(TRIES):
+        try:
+            with contextlib.closing(begin(backend)) as worker, bait() as target:
+                return _examine(worker, target)
+        except SandboxUnavailableError as error:
+            return [str(error)]
+        except SandboxBroken as error:
+            lost = str(error)
+    return [lost]
 
 
 def _examine(worker: SandboxWorker, target: AttackTargets) -> list[str]:

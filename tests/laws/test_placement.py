@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import signal
 import threading
 import time
 from dataclasses import replace
@@ -28,6 +27,7 @@ from posttrain.core.run import Run
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.router import BLOCK, CALLS_AHEAD, Beginnings, EngineLoad, choose
 from posttrain.role import weights as stored
+from tests.killing import kill
 from tests.rooms.pool_parts import PLAIN, MemoryWeights, Script, known, prompt, scripted_pool
 from tests.tiny import tiny_run
 
@@ -215,8 +215,8 @@ class Killer:
             if alive:
                 chosen = alive[int(self.rng.integers(len(alive)))].host.pid
                 assert chosen is not None
-                os.kill(chosen, signal.SIGKILL)
-                self.left, self.killed = self.left - 1, self.killed + 1
+                if kill(chosen):
+                    self.left, self.killed = self.left - 1, self.killed + 1
 
 
 KILLS = int(os.environ.get("POSTTRAIN_SWEEP_KILLS", "4"))

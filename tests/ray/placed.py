@@ -64,6 +64,12 @@ def test_an_address_where_no_cluster_is_says_so() -> None:
         RayCluster("127.0.0.1:1", 1, 0, 5.0)
 
 
+def test_without_an_address_a_cluster_of_its_own_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although Ray itself would look for one that somebody else has started on this machine."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    RayCluster(None, 1, 1, 60.0).close()
+
+
 def test_a_killed_actor_is_replaced_and_its_turns_are_asked_again(cluster: RayCluster) -> None:
     import torch
 

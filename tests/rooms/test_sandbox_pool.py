@@ -248,6 +248,27 @@ def test_a_bubblewrap_that_may_not_make_namespaces_is_quoted(tmp_path: Path) -> 
     assert selftest(Namespaces((), bwrap=str(script))) == ["bwrap: No permissions to create new namespace"]
 
 
+@pytest.mark.parametrize("killed", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sandbox_killed_in_its_self_test_says_nothing_about_the_next(
+    name: str, killed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is killed after the honest program: the next one is examined from the beginning. Three is too many."""
+    run, examined = SandboxWorker.run, list[SandboxWorker]()
+
+    def deadly(self: SandboxWorker, job: Job) -> object:
+        examined.extend([self] if self not in examined else [])
+        if len(examined) <= killed and self.jobs == len(examined):
+            os.kill(self.pids[-1], signal.SIGKILL)
+        return run(self, job)
+
+    there = backend(name)
+    monkeypatch.setattr(SandboxWorker, "run", deadly)
+    wrong = selftest(there)
+    assert len(wrong) == killed - 2 and all(w.startswith(f"{there.name}: ") for w in wrong)
+    assert len(examined) == 3 and (wrong or examined[2].jobs > examined[1].jobs)
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or interpreter() is None, reason="needs root, and a Python in root's own home")
 def test_a_python_that_the_unused_user_cannot_read_is_named() -> None:
     (said,) = selftest(Landlock((), sys.executable))

@@ -197,6 +197,18 @@ with launch.ending_with_parent():
         time.sleep(1)
 """
 """A server that does not end by the signal."""
+KILLED = """
+import os, signal, subprocess, sys
+from posttrain.engine.vllm import launch
+launch.GRACE = 0.2
+with launch.ending_with_parent():
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); signal.pause()"
+    core = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+    core.stdout.readline()
+    print(core.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""A server that is killed, and leaves a process that does not end by the signal."""
 STARTS = """
 import os, subprocess, sys
 from posttrain.engine.vllm.launch import FOLDER, PARENT
@@ -207,17 +219,19 @@ subprocess.run([sys.executable, "-c", sys.argv[1]], env=os.environ | told, start
 
 @pytest.mark.prove
 @pytest.mark.skipif(not is_linux(), reason="elsewhere nobody tells a process that its parent has ended")
-def test_a_server_that_hangs_ends_after_its_run_and_its_folder_goes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", [HANGS, KILLED], ids=["hangs", "was killed"])
+def test_a_server_that_ends_badly_leaves_no_process_and_no_folder(ends: str, tmp_path: Path) -> None:
+    """When its run ends, or, where the server itself is killed, at once."""
     (folder := tmp_path / "folder").mkdir()
-    run = subprocess.Popen([sys.executable, "-c", STARTS, HANGS, str(folder)], stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen([sys.executable, "-c", STARTS, ends, str(folder)], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     server = int(run.stdout.readline())
-    assert folder.exists()
+    assert folder.exists() or ends is KILLED
     run.kill()
     run.wait()
     run.stdout.close()
     until = time.monotonic() + 30
-    while Path(f"/proc/{server}").exists() and time.monotonic() < until:
+    while (Path(f"/proc/{server}").exists() or folder.exists()) and time.monotonic() < until:
         time.sleep(0.05)
     assert not Path(f"/proc/{server}").exists() and not folder.exists()
 

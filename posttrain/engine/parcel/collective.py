@@ -338,6 +338,7 @@ def _group(keys: Any, name: int, rank: int, members: int, address: str, device: 
         return C10D.ProcessGroupNCCL(keys, rank, members, options)
     options = C10D.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=min(seconds, CONNECT))
+    options._threads = 1  # one bucket at a time; torch 2.13 keeps 120 bytes of every thread that has waited for one
     options._devices = [C10D.ProcessGroupGloo.create_device(hostname=_own_address(address))]
     return C10D.ProcessGroupGloo(keys, rank, members, options)
 

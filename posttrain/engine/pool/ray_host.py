@@ -44,7 +44,8 @@ class RayCluster:
     """A connection to a cluster, with CPUs for all engines reserved at once.
 
     Args:
-        address: of a cluster that runs already; None: one is started on this machine and ended by `close`.
+        address: of a cluster that runs already; None: one is started on this machine and ended by `close`. Then Ray is
+            told `local`: without an address it looks for a cluster that somebody else has started here.
         engines: how many engines will be placed.
         cpus: CPUs that each reserves; 0: none.
         timeout: seconds that the reservation may take.
@@ -64,7 +65,7 @@ class RayCluster:
         if self._own:
             try:
                 ray.init(
-                    address=address,
+                    address="local" if address is None else address,
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level="ERROR",

@@ -60,12 +60,18 @@ def arguments(given: Sequence[str]) -> list[str]:
 @contextlib.contextmanager
 def ending_with_parent() -> Iterator[None]:
     """Inside, the kernel ends this process when the run that started it ends, in whatever way. Its folder goes too,
-    also where vLLM has not yet begun to handle the signal."""
+    also where vLLM has not yet begun to handle the signal, and so do the processes that it has begun, also where it was
+    killed itself: Ray kills the children of an actor, and leaves what those have begun."""
     parent, folder = os.environ.pop(PARENT, None), os.environ.pop(FOLDER, None)
     if parent is None or not sys.platform.startswith("linux"):
         yield
         return
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    if os.getpgrp() == (server := os.getpid()) and not os.fork():
+        try:
+            _end_after_server(server, int(parent), folder)
+        finally:
+            os._exit(0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     threading.Thread(target=_end_after, args=(int(parent), folder), daemon=True).start()
     try:
@@ -75,6 +81,29 @@ def ending_with_parent() -> Iterator[None]:
     finally:
         if folder is not None and os.getppid() != int(parent):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_after_server(server: int, parent: int, folder: str | None) -> None:
+    """Runs in a process of its own: when the server has ended, in whatever way, end what is left of its group. The
+    folder, which has the server's last words, goes when the run has removed it or has ended too."""
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    if os.getppid() == server:
+        signal.sigwait({signal.SIGUSR1})
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + GRACE
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server, sign)
+            while time.monotonic() < until:
+                time.sleep(0.05)
+                os.killpg(server, 0)
+    with contextlib.suppress(ProcessLookupError):
+        while folder is not None and os.path.exists(folder):
+            os.kill(parent, 0)
+            time.sleep(0.2)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end_after(parent: int, folder: str | None) -> None:
