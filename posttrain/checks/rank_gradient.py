@@ -49,7 +49,7 @@ def silent_on_all_ranks(
     Raises:
         InvariantError: on every rank, where the value head gets no gradient, or the gradients are not summed once.
     """
-    narrow = learner.policy.dtype in NARROW
+    narrow = learner.narrow is not None or learner.policy.dtype in NARROW
     with products(learner, parameters if narrow else {}) as wanted:
         scores = learner.forward(packed, entropy=False, value=bool(head))
         total = (scores.logp * cotangent(scores.logp)).sum()
@@ -135,7 +135,7 @@ def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted:
     if not shares:
         raise InvariantError(
             f"no gradient of a linear layer of {type(learner.policy.module).__name__} could be compared over ranks, and"
-            f" in {learner.policy.dtype} nothing else shows whether ranks sum it. Set model.dtype=float32"
+            f" below float32 nothing else shows whether ranks sum it. Set model.dtype=float32"
         )
     name = max(shares, key=lambda n: abs(shares[n] - 1))
     if not abs(shares[name] - 1) <= BOUND:
