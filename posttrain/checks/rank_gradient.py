@@ -135,7 +135,7 @@ def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted:
     if not shares:
         raise InvariantError(
             f"no gradient of a linear layer of {type(learner.policy.module).__name__} could be compared over ranks, and"
-            f" below float32 nothing else shows whether ranks sum it. Set model.dtype=float32"
+            " below float32 nothing else shows whether ranks sum it. Set model.dtype=float32"
         )
     name = max(shares, key=lambda n: abs(shares[n] - 1))
     if not abs(shares[name] - 1) <= BOUND:
