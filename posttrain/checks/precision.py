@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from posttrain.core.errors import InvariantError
-from posttrain.core.gauge import Gauge
+from posttrain.core.gauge import Gauge, Step
 from posttrain.core.ports import Learner
 from posttrain.core.ranks import joint_norm, of_one_copy
 from posttrain.engine.sharded import ShardedLearner
@@ -17,6 +17,7 @@ from posttrain.role.events import DifferentiatedEvent, Event, Observer, Observer
 from posttrain.role.passes import Needs, Passes
 from posttrain.role.roles import StageRoles
 
+GAP = "canary/scale_gap"
 BOUND = 0.1
 """Largest difference between the norms of the two gradients, relative to the norm, that counts as float16's noise."""
 
@@ -73,8 +74,15 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
     return first, second
 
 
+def scale_was_checked(steps: Sequence[Step]) -> bool:
+    """Whether one of a stage's steps so far had a gradient that could be compared. One of 0, or that overflows, cannot
+    be."""
+    return any(GAP in s.gauges for s in steps)
+
+
 class ScaleCheck(Observer):
-    """On the first step of a stage whose loss is scaled: the optimizer holds the gradient of the loss itself.
+    """On the first step with a gradient of a stage whose loss is scaled: the optimizer holds the gradient of the loss
+    itself.
 
     It costs a second backward pass of that step. A loss that reads values or candidates is not checked: their
     gradients take other ways than through log-probs.
@@ -108,4 +116,4 @@ class ScaleCheck(Observer):
                 f" scaled by {passes.scale:g}). The clip and the update would act on another size than the configured"
                 " one. Take the scale out where gradients are gathered, before anything reads them"
             )
-        return ObserverReport({"canary/scale_gap": Gauge(abs(norm / wanted - 1), 1)})
+        return ObserverReport({GAP: Gauge(abs(norm / wanted - 1), 1)})
