@@ -71,8 +71,8 @@ NARROW: dict[str, dict[str, Any]] = {
     "an adapter over float16": {"dtype": "float16", "lora": Lora(rank=2)},
 }
 CUT = {"an adapter over float16": 1}
-"""Step of reinforcement after which a run is cut. The second one of this kind overflows, so no weights are pushed and an
-engine that lives on has cached prompts, which it counts: of the record alone that would be another one."""
+"""Step of reinforcement after which a run is cut. The second one of this kind overflows, so no weights are pushed, and
+an engine that lives on has cached prompts, which it counts: that record would be another one."""
 DRAWS = 10
 
 
