@@ -12,6 +12,7 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.ports import Learner
 from posttrain.core.ranks import joint_norm, of_one_copy
+from posttrain.core.row_gradient import held
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.role.events import DifferentiatedEvent, Event, Observer, ObserverReport, PackedEvent
 from posttrain.role.passes import Needs, Passes
@@ -47,7 +48,7 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
     """The norms of the gradient that the optimizers of all ranks hold, and of the one of `gradient_of`. Every rank
     calls it with the passes of all, and computes a share of them; where it has none it takes part with nothing."""
     ranks, parameters = learner.ranks, learner.parameters()
-    held = {n: p.grad for n, p in trained.items() if p.grad is not None}
+    gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
     kept = {n: p.grad for n, p in parameters.items()}
     total: dict[str, torch.Tensor] = {}
     learner.train_mode(True)
@@ -63,13 +64,13 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
             given = torch.as_tensor(passes.entropy_grad[i] * passes.scale * mine).to(scores.entropy)
             sums.append((given * scores.entropy).sum())
         torch.stack(sums).sum().backward()
-        for name in held:
+        for name in gradients:
             if (g := parameters[name].grad) is not None:
                 total[name] = total.get(name, 0) + g.double() / passes.scale
     learner.train_mode(False)
     for name, p in parameters.items():
         p.grad = kept[name]
-    norms = (math.sqrt(math.fsum(float(g.double().square().sum()) for g in one.values())) for one in (held, total))
+    norms = (math.sqrt(math.fsum(float(g.double().square().sum()) for g in one.values())) for one in (gradients, total))
     first, second = (joint_norm(of_one_copy(ranks, norm, "gradient")) for norm in norms)
     return first, second
 
@@ -104,9 +105,9 @@ class ScaleCheck(Observer):
         if isinstance(roles.learner, ShardedLearner):
             norm, wanted = of_all_ranks(roles.learner, passes, trained)
         else:
-            held = {n: t.grad for n, t in trained.items() if t.grad is not None}
-            norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in held.values()))
-            wanted = gradient_of(roles.learner, passes, list(held)) if math.isfinite(norm) and norm else 0.0
+            gradients = {n: t.grad for n, t in trained.items() if t.grad is not None}
+            norm = math.sqrt(math.fsum(float(held(g).double().square().sum()) for g in gradients.values()))
+            wanted = gradient_of(roles.learner, passes, list(gradients)) if math.isfinite(norm) and norm else 0.0
         if not math.isfinite(norm * wanted) or not norm * wanted:
             return None
         self._done = True
