@@ -33,8 +33,6 @@ COPIES = (
 LESS = (
     *(Case("policy", SMALL, arch="llama", checkpointing=how) for how in ("full", "selective")),
     Case("likelihood", SMALL, checkpointing="full", lora=LORA),
-    Case("policy", SMALL, True, arch="qwen3", checkpointing="full"),
-    Case("preference", LARGE, checkpointing="selective"),
     *(Case(loss, LARGE, shared=10) for loss in FOUR),
     Case("policy", LARGE, shared=10, lora=LORA, checkpointing="full", replicas=2),
     Case("policy", SMALL, offload=True),
