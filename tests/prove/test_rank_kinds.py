@@ -43,6 +43,11 @@ KINDS = {
 }
 
 
+PARTS = drawn(["in float32", "below", "other seeds", "wrong sums"], 1)
+"""What is played here."""
+
+
+@pytest.mark.skipif("in float32" not in PARTS, reason="not drawn")
 @pytest.mark.parametrize("word", drawn(KINDS, 1))
 def test_it_is_the_run_of_one_process(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is cut: what ranks wrote is gone on with by one process, and the other way round."""
@@ -73,6 +78,7 @@ NARROW: dict[str, dict[str, Any]] = {
 DRAWS = 10
 
 
+@pytest.mark.skipif("below" not in PARTS, reason="not drawn")
 @pytest.mark.parametrize("word", drawn(["bfloat16", "float16", "an adapter over bfloat16"], 1))
 def test_below_float32_it_learns_and_goes_on(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss falls as in one process. A run that was cut ends with the bits of one that was not, and one process goes
@@ -95,6 +101,7 @@ def test_below_float32_it_learns_and_goes_on(word: str, tmp_path: Path, monkeypa
     assert all(abs(a - b) < 0.02 * a for a, b in zip(*losses.values(), strict=True))
 
 
+@pytest.mark.skipif("other seeds" not in PARTS, reason="not drawn")
 @pytest.mark.parametrize("seed", drawn(map(str, range(1, DRAWS + 1)), 1))
 def test_no_check_is_disturbed_below_float32(seed: str, tmp_path: Path) -> None:
     """Of other weights, tasks and answers, each kind in turn: nothing stops, and no rule speaks."""
@@ -106,6 +113,7 @@ def test_no_check_is_disturbed_below_float32(seed: str, tmp_path: Path) -> None:
 LOST = ("gradients_averaged_over_ranks", "gradients_reduced_twice", "rank_not_in_the_sum")
 
 
+@pytest.mark.skipif("wrong sums" not in PARTS, reason="not drawn")
 @pytest.mark.parametrize("word", drawn(["bfloat16", "an adapter over float16"], 1))
 @pytest.mark.parametrize("fault", drawn(LOST, 1))
 def test_a_wrong_sum_is_found_below_float32(fault: str, word: str, tmp_path: Path) -> None:
@@ -116,6 +124,7 @@ def test_a_wrong_sum_is_found_below_float32(fault: str, word: str, tmp_path: Pat
     assert not reader.steps(tmp_path / "run")
 
 
+@pytest.mark.skipif("wrong sums" not in PARTS, reason="not drawn")
 def test_a_scale_left_in_the_gradient_is_found_over_ranks(tmp_path: Path) -> None:
     run = replace(run_of(NARROW["float16"]), fault="scale_left_in_gradient")
     with pytest.raises(InvariantError, match="Take the scale out where gradients are gathered"):
