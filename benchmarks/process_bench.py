@@ -1,6 +1,6 @@
 """ProcessBench's metric (2412.06559) of a process reward model, on chains of sums with planted first errors.
 
-    posttrain run prm --out runs/prm
+    posttrain run prm rl=none --out runs/prm
     python -m benchmarks.process_bench runs/prm
     posttrain run judge env=verify --out runs/verifier
     python -m benchmarks.process_bench runs/verifier --chains 200
@@ -60,7 +60,9 @@ def chains_world(run: Run) -> Any:
     if run.env.name == "verify":
         verifies: Any = environment(run.env, run.seed)
         return verifies.verified_world
-    return environment(replace(run.env, args={**run.env.args, "judge_steps": True}, rewards=()), run.seed)
+    return environment(
+        replace(run.env, args={**run.env.args, "judge_steps": True}, rewards=(), measured=False), run.seed
+    )
 
 
 def planted_chains(run: Run, count: int, seed: int) -> list[PlantedChain]:

@@ -1,6 +1,6 @@
 """Accuracy against tokens spent: every search that there is, with a process reward model, on a run's held-out tasks.
 
-    posttrain run prm --out runs/prm
+    posttrain run prm rl=none --out runs/prm
     python -m benchmarks.search_curves runs/prm
 
 The policy is the imitation of the run (its stage `sft`), before RL. It is `posttrain eval runs/prm` with the words of

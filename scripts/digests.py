@@ -111,7 +111,7 @@ def recipes() -> Iterator[Play]:
     rewards = {
         "verifiable": ("env.rewards=last_integer,{rewards}:spread",),
         "rlhf": (),  # its reward model, which it trains
-        "prm": (),  # nothing learns from reward
+        "prm": (),  # its process reward model, which it trains
         "reward_model": (),  # nothing is sampled
     }
     for name, recipe in RECIPES.items():

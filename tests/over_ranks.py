@@ -22,6 +22,7 @@ import torch
 from posttrain.api import main
 from posttrain.core import checkpoint as checkpoints
 from posttrain.core import reader, record
+from posttrain.core.adapter import Lora
 from posttrain.core.algorithm import patch
 from posttrain.core.ladder import GRPO
 from posttrain.core.pieces.pull import KL
@@ -122,6 +123,34 @@ def signalled(made: list[RankProcesses], after: float, number: int, over: thread
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
     return thread
+
+
+ALONE = "import sys; from pathlib import Path; from tests.over_ranks import play; play(*sys.argv[1:])"
+"""A run in a process of its own."""
+
+
+def play(folder: str, lora: str) -> None:
+    """Go on over two ranks with the run of all weights, or of an adapter of this rank (0: none)."""
+    go_on(Path(folder), run_of({"lora": Lora(rank=int(lora))} if int(lora) else {}), nproc=2, rank_timeout=60.0)
+
+
+def launched(folder: Path, lora: int, log: Path) -> subprocess.Popen[bytes]:
+    """The run as a process of its own, which is rank 0."""
+    here = {"PYTHONPATH": str(Path(main.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-c", ALONE, str(folder), str(lora)], env=os.environ | here, stdout=out, stderr=out
+        )
+
+
+def begun_by(pid: int) -> list[int]:
+    """Living processes that were begun to end with this one, whether it lives or not."""
+    out = list[int]()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and f"die_with({pid})".encode() in (entry / "cmdline").read_bytes():
+                out.append(int(entry.name))
+    return out
 
 
 def go_on(folder: Path, run: Run, **how: Any) -> None:

@@ -22,6 +22,7 @@ from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import RunFolderError
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Examiner, Learner
+from posttrain.core.row_gradient import whole
 from posttrain.core.run import Run
 from posttrain.core.scores import ExpectedUpdate, TokenScores
 from posttrain.core.stage import starts
@@ -138,7 +139,7 @@ class _GradientTaker:
     def gather(self) -> None:
         for name, p in self._parameters.items():
             if p.grad is not None:
-                found = p.grad.float() / self.loss_scale
+                found = whole(p.grad).float() / self.loss_scale
                 self.taken[name] = self.taken[name] + found if name in self.taken else found
                 p.grad = None
 

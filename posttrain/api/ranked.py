@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from posttrain import faults
 from posttrain.api.torch_settings import use_deterministic, use_threads
 from posttrain.checks.frozen import FrozenCheck
+from posttrain.checks.precision import ScaleCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.watch import checks_of
 from posttrain.controller.parts import RunParts
@@ -32,6 +33,7 @@ from posttrain.controller.rank_state import RankState
 from posttrain.controller.rank_worker import work
 from posttrain.core import seeds
 from posttrain.core.errors import EngineError
+from posttrain.core.lifetime import ending_with_parent
 from posttrain.core.machine import cores
 from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
 from posttrain.core.run import Run
@@ -43,6 +45,7 @@ from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_reference import Mould
 
 WORKER = "posttrain.controller.rank_worker"
+LAUNCHER = "the process of torchrun"
 ROWS = (UpdateCheck, FrozenCheck)
 """The checks that every rank makes of its own rows."""
 PLANTED = ExitStack()
@@ -85,6 +88,7 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
         return
     with ExitStack() as closing:
         if under_torchrun():
+            closing.enter_context(ending_with_parent(LAUNCHER))
             world, processes, store = torchrun_world(), None, torchrun_store(options)
             store.set(HERE.format(0), "1")
         else:
@@ -108,11 +112,12 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
 
 def follow(options: RankOptions) -> int:
     """A process of torchrun that is not rank 0: do what rank 0 orders; returns the exit code."""
-    store = torchrun_store(options)
-    store.wait([HERE.format(0)], LONG)
-    if store.get(HERE.format(0)).decode() == END:
-        return 0
-    return work(store, torchrun_rank(), torchrun_world(), options.seconds, options.replicas)
+    with ending_with_parent(LAUNCHER):
+        store = torchrun_store(options)
+        store.wait([HERE.format(0)], LONG)
+        if store.get(HERE.format(0)).decode() == END:
+            return 0
+        return work(store, torchrun_rank(), torchrun_world(), options.seconds, options.replicas)
 
 
 def dismiss(options: RankOptions) -> None:
@@ -155,7 +160,8 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
     """The parts of a run, with those that train on all ranks."""
-    given: tuple[Any, ...] = (run.model.kernels, False, None)
+    half = run.model.dtype == "float16"
+    given: tuple[Any, ...] = (run.model.kernels, half, None)
     return replace(
         parts,
         freeze=lambda: LeadReference(lead),
@@ -163,5 +169,5 @@ def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
         make_trainer=lambda learner, optimizer, micro_tokens, version: lead_trainer(
             lead, optimizer, micro_tokens, version
         ),
-        observe=rank_observers(lead, checks_of, ROWS),
+        observe=rank_observers(lead, checks_of, (*ROWS, ScaleCheck) if half else ROWS),
     )

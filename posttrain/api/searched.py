@@ -263,7 +263,8 @@ def _refuse_answers(request: SearchRequest, by: str) -> None:
     if kind := _first(request, reads="steps"):
         raise ConfigError(
             f"search={kind} goes on from the best steps, and {by} scores whole answers: give a process reward model,"
-            " search.by=model:RUN of a run such as posttrain run prm --out RUN; or take best_of and vote"
+            " search.by=model:RUN of a run such as posttrain run prm rl=none --out RUN; or take best_of and"
+            " vote"
         )
 
 
@@ -282,9 +283,9 @@ def _with_scores(request: SearchRequest, run: Run, own: Path | None, target: str
     if by is None:
         raise ConfigError(
             f"search={needy} chooses by scores, and {target} has no reward model. Name a process reward model"
-            " (search.by=model:RUN; posttrain run prm --out RUN trains one), a judge (search.by=judge:RUN), or, for"
-            " best_of, search.by=verifier: it knows the answers, so it says the most that any scores can reach. vote"
-            " needs no scores"
+            " (search.by=model:RUN; posttrain run prm rl=none --out RUN trains one), a judge (search.by=judge:RUN), or,"
+            " for best_of, search.by=verifier: it knows the answers, so it says the most that any scores can reach."
+            " vote needs no scores"
         )
     for path in by.models:
         if path.startswith(STAGE):

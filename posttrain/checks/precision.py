@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from posttrain.core.errors import InvariantError
-from posttrain.core.gauge import Gauge
+from posttrain.core.gauge import Gauge, Step
 from posttrain.core.ports import Learner
+from posttrain.core.ranks import joint_norm, of_one_copy
+from posttrain.core.row_gradient import held
+from posttrain.engine.sharded import ShardedLearner
 from posttrain.role.events import DifferentiatedEvent, Event, Observer, ObserverReport, PackedEvent
 from posttrain.role.passes import Needs, Passes
 from posttrain.role.roles import StageRoles
 
+GAP = "canary/scale_gap"
 BOUND = 0.1
 """Largest difference between the norms of the two gradients, relative to the norm, that counts as float16's noise."""
 
@@ -39,8 +44,46 @@ def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
     return math.sqrt(math.fsum(float(g.square().sum()) for g in total.values()))
 
 
+def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+    """The norms of the gradient that the optimizers of all ranks hold, and of the one of `gradient_of`. Every rank
+    calls it with the passes of all, and computes a share of them; where it has none it takes part with nothing."""
+    ranks, parameters = learner.ranks, learner.parameters()
+    gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
+    kept = {n: p.grad for n, p in parameters.items()}
+    total: dict[str, torch.Tensor] = {}
+    learner.train_mode(True)
+    for begin in range(0, len(passes.micros), ranks.world):
+        i = begin + ranks.rank
+        mine = i < len(passes.micros)
+        i = i if mine else begin
+        for p in parameters.values():
+            p.grad = None
+        scores = learner.forward(passes.micros[i], entropy=bool(passes.entropy_grad), value=False)
+        sums = [(torch.as_tensor(passes.logp_grad[i] * passes.scale * mine).to(scores.logp) * scores.logp).sum()]
+        if passes.entropy_grad and scores.entropy is not None:
+            given = torch.as_tensor(passes.entropy_grad[i] * passes.scale * mine).to(scores.entropy)
+            sums.append((given * scores.entropy).sum())
+        torch.stack(sums).sum().backward()
+        for name in gradients:
+            if (g := parameters[name].grad) is not None:
+                total[name] = total.get(name, 0) + g.double() / passes.scale
+    learner.train_mode(False)
+    for name, p in parameters.items():
+        p.grad = kept[name]
+    norms = (math.sqrt(math.fsum(float(g.double().square().sum()) for g in one.values())) for one in (gradients, total))
+    first, second = (joint_norm(of_one_copy(ranks, norm, "gradient")) for norm in norms)
+    return first, second
+
+
+def scale_was_checked(steps: Sequence[Step]) -> bool:
+    """Whether one of a stage's steps so far had a gradient that could be compared. One of 0, or that overflows, cannot
+    be."""
+    return any(GAP in s.gauges for s in steps)
+
+
 class ScaleCheck(Observer):
-    """On the first step of a stage whose loss is scaled: the optimizer holds the gradient of the loss itself.
+    """On the first step with a gradient of a stage whose loss is scaled: the optimizer holds the gradient of the loss
+    itself.
 
     It costs a second backward pass of that step. A loss that reads values or candidates is not checked: their
     gradients take other ways than through log-probs.
@@ -56,13 +99,16 @@ class ScaleCheck(Observer):
         if self._done or not isinstance(event, DifferentiatedEvent) or event.passes.scale == 1:
             return None
         passes, trained = event.passes, roles.trainer.trained()
-        held = {n: t.grad for n, t in trained.items() if t.grad is not None}
-        norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in held.values()))
         whole = len(passes.logp_grad) == len(passes.micros) and len(passes.entropy_grad) in (0, len(passes.micros))
-        if passes.value or roles.stage.stores_top or not whole or not held or not math.isfinite(norm) or not norm:
+        if passes.value or roles.stage.stores_top or not whole:
             return None
-        wanted = gradient_of(roles.learner, passes, list(held))
-        if not math.isfinite(wanted) or not wanted:
+        if isinstance(roles.learner, ShardedLearner):
+            norm, wanted = of_all_ranks(roles.learner, passes, trained)
+        else:
+            gradients = {n: t.grad for n, t in trained.items() if t.grad is not None}
+            norm = math.sqrt(math.fsum(float(held(g).double().square().sum()) for g in gradients.values()))
+            wanted = gradient_of(roles.learner, passes, list(gradients)) if math.isfinite(norm) and norm else 0.0
+        if not math.isfinite(norm * wanted) or not norm * wanted:
             return None
         self._done = True
         if abs(norm / wanted - 1) > BOUND:
@@ -71,4 +117,4 @@ class ScaleCheck(Observer):
                 f" scaled by {passes.scale:g}). The clip and the update would act on another size than the configured"
                 " one. Take the scale out where gradients are gathered, before anything reads them"
             )
-        return ObserverReport({"canary/scale_gap": Gauge(abs(norm / wanted - 1), 1)})
+        return ObserverReport({GAP: Gauge(abs(norm / wanted - 1), 1)})

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.ranks import joint_norm, of_one_copy
-from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded import NARROW, ShardedLearner
+from posttrain.engine.sharded_cut import first_row
 
 DEAF = (
     "{} get no gradient from the values that they make: values would stay as they are. Look for a detach, a hook, or"
@@ -24,6 +28,11 @@ above rounding, and small enough that the change is linear."""
 BOUND = 0.1
 """Largest relative difference of that change from what the gradient says. A gradient that is averaged over ranks, or
 summed twice, is off by a factor of two at least; one without the part of a rank by 1 / ranks."""
+
+WRONG = (
+    "the gradient of {} ranks is not that of the log-probs: {}. It was averaged over ranks, summed twice, or lacks a"
+    " rank's part. Every update would be wrong; go on from the last checkpoint with a build that sums gradients once"
+)
 
 
 def cotangent(logp: torch.Tensor) -> torch.Tensor:
@@ -40,10 +49,12 @@ def silent_on_all_ranks(
     Raises:
         InvariantError: on every rank, where the value head gets no gradient, or the gradients are not summed once.
     """
-    scores = learner.forward(packed, entropy=False, value=bool(head))
-    total = (scores.logp * cotangent(scores.logp)).sum()
-    total = total if scores.value is None else total + scores.value.sum()
-    (total / learner.ranks.world).backward()
+    narrow = learner.narrow is not None or learner.policy.dtype in NARROW
+    with products(learner, parameters if narrow else {}) as wanted:
+        scores = learner.forward(packed, entropy=False, value=bool(head))
+        total = (scores.logp * cotangent(scores.logp)).sum()
+        total = total if scores.value is None else total + scores.value.sum()
+        (total / learner.ranks.world).backward()
     found = {n: p.grad.detach().clone() for n, p in {**parameters, **head}.items() if p.grad is not None}
     for p in (*parameters.values(), *head.values()):
         p.grad = None
@@ -51,7 +62,9 @@ def silent_on_all_ranks(
     heard = {n for one in learner.ranks.every(own) for n, any_there in one.items() if any_there}
     if deaf := [n for n in head if n not in heard]:
         raise InvariantError(DEAF.format(", ".join(deaf)))
-    if scores.value is None or not head:
+    if narrow:
+        products_agree(learner, found, wanted)
+    elif scores.value is None or not head:
         summed_once(learner, packed, parameters, found)
     else:  # the values send gradients into the policy too: those of the log-probs alone are wanted
         summed_once(learner, packed, parameters, _of_logp(learner, packed, parameters, head))
@@ -67,6 +80,66 @@ def _of_logp(
     for p in (*parameters.values(), *head.values()):
         p.grad = None
     return found
+
+
+@contextmanager
+def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """Inside a pass of the same tokens on every rank: what the gradient of each linear layer must be, from what goes in
+    and what comes back. This rank's rows of it, in float64, times the number of ranks."""
+    wanted, hooks = dict[str, Tensor](), list[Any]()
+
+    def listen(name: str, turned: bool) -> Any:
+        whole: Any = learner.like(name, parameters[name].detach())
+        begin, rows = first_row(whole), len(parameters[name])
+
+        def forward(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+            entered = given[0].detach().flatten(0, -2)
+
+            def backward(gradient: Tensor) -> None:
+                left, right = (entered, gradient.flatten(0, -2))[:: 1 if turned else -1]
+                own = left[:, begin : begin + rows].double().T @ right.double()
+                wanted[name] = wanted.get(name, 0) + learner.ranks.world * own
+
+            if out.requires_grad:
+                out.register_hook(backward)
+
+        return forward
+
+    for word, module in learner.policy.module.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and (name := f"{word}.weight") in parameters:
+            hooks.append(module.register_forward_hook(listen(name, isinstance(module, Conv1D))))
+    try:
+        yield wanted
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """The gradient of each linear layer is the sum over ranks. Below float32 this takes the place of `summed_once`,
+    whose moves would be rounded away. Embedding and norms are cut and summed in the same way, and are not read.
+
+    Raises:
+        InvariantError: on every rank, where one is not, or there is no such layer.
+    """
+    own = {
+        n: (float((found[n].double() * w).sum()) if n in found else 0.0, float((w * w).sum()))
+        for n, w in wanted.items()
+    }
+    table = learner.ranks.every(own)
+    shares: dict[str, float] = {}
+    for name in table[0]:
+        along, size = (math.fsum(one[name][i] for one in table) for i in (0, 1))
+        if size and math.isfinite(size):
+            shares[name] = along / size
+    if not shares:
+        raise InvariantError(
+            f"no gradient of a linear layer of {type(learner.policy.module).__name__} could be compared over ranks, and"
+            " below float32 nothing else shows whether ranks sum it. Set model.dtype=float32"
+        )
+    name = max(shares, key=lambda n: abs(shares[n] - 1))
+    if not abs(shares[name] - 1) <= BOUND:
+        raise InvariantError(WRONG.format(learner.ranks.world, f"{name} has {shares[name]:.3g} times of it"))
 
 
 @torch.no_grad()
@@ -90,8 +163,4 @@ def summed_once(
         parameters[name].copy_(kept)
     share = (said[0] - said[1]) / 2 / MOVED
     if not abs(share - 1) <= BOUND:
-        raise InvariantError(
-            f"the gradient of {ranks.world} ranks is not that of the log-probs: along it they change by {share:.3g}"
-            " times what it says. It was averaged over ranks, summed twice, or lacks a rank's part. Every update would"
-            " be wrong; go on from the last checkpoint with a build that sums gradients once"
-        )
+        raise InvariantError(WRONG.format(ranks.world, f"along it they change by {share:.3g} times what it says"))

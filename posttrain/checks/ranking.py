@@ -24,6 +24,7 @@ from posttrain.core.gauge import Step
 from posttrain.core.judgements import Judgement, Label, Pair
 from posttrain.core.ports import Learner
 from posttrain.core.reward_model import RewardModel
+from posttrain.core.row_gradient import held
 from posttrain.core.streams import REFERENCE
 from posttrain.role.events import Event, Observer, ObserverReport, PackedEvent
 from posttrain.role.probe import packed_text
@@ -53,7 +54,7 @@ def score_reaches(learner: Learner, ids: np.ndarray) -> None:
     deaf = [n for n, p in head.items() if not p.requires_grad]
     if not deaf and score.requires_grad:
         found = torch.autograd.grad(score.sum(), list(parameters.values()), allow_unused=True)
-        heard = {n for n, g in zip(parameters, found, strict=True) if g is not None and bool(g.any())}
+        heard = {n for n, g in zip(parameters, found, strict=True) if g is not None and bool(held(g).any())}
         deaf = [n for n in head if n not in heard]
         beneath = any(n not in head for n in heard)
     else:

@@ -17,6 +17,7 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Learner
 from posttrain.core.ranks import ALONE, Ranks, joint_norm, of_every, of_one_copy
+from posttrain.core.row_gradient import held, number, place
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.streams import ADVANTAGE
@@ -148,14 +149,14 @@ class Handed:
         """`config` is the stage's, whatever the optimizer was built with; `share` is that of the learning rate."""
         trained, part = optimizer.trained(), {} if share == 1 else {"share": share}
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
-        norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads.values()))
+        norm = math.sqrt(math.fsum(float(held(g).double().square().sum()) for g in grads.values()))
         ranks: Ranks = getattr(optimizer, "ranks", ALONE)
         norm = norm if ranks.world == 1 else joint_norm(of_one_copy(ranks, norm, "gradient"))
-        grads = {n: g for n, g in grads.items() if g.numel()}  # a rank may have no row of a weight
+        grads = {n: g for n, g in grads.items() if held(g).numel()}  # a rank may have no row of a weight
         largest: dict[str, Largest] = {}
         for name, g in grads.items():
-            at = int(g.abs().argmax())
-            if float(g.flatten()[at]):
+            at = place(g, int(held(g).abs().argmax()))
+            if float(number(g, at)):
                 told = optimizer.expected_update(config, name, g, norm, at, **part)
                 weight = float(trained[name].detach().flatten()[at])
                 largest[name] = Largest(at, weight, float(told.move), math.inf if told.along else told.size)

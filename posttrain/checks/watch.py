@@ -21,7 +21,7 @@ from posttrain.checks.imitation import ImitationCheck
 from posttrain.checks.live import LiveRules
 from posttrain.checks.measured import EvaluationCheck
 from posttrain.checks.outcomes import ImplicitCheck
-from posttrain.checks.precision import ScaleCheck
+from posttrain.checks.precision import ScaleCheck, scale_was_checked
 from posttrain.checks.preference_data import JudgementCheck
 from posttrain.checks.preference_loss import PreferenceLossCheck
 from posttrain.checks.preference_online import OnlineLossCheck, OpponentCheck, SampledPairCheck
@@ -53,7 +53,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         ResumeCheck(history),
         LossCheck(),
         UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
-        ScaleCheck(done=bool(steps)),
+        ScaleCheck(done=scale_was_checked(steps)),
         FrozenCheck(),
         CreditCheck(),
         ImplicitCheck(),
@@ -81,7 +81,7 @@ def imitation(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a supervised stage."""
     return [
         UpdateCheck(moved=bool(steps)),
-        ScaleCheck(done=bool(steps)),
+        ScaleCheck(done=scale_was_checked(steps)),
         FrozenCheck(),
         ImitationCheck(first=not steps),
         JudgingCheck(),
@@ -92,7 +92,7 @@ def ranking(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a stage that trains a reward model."""
     return [
         UpdateCheck(moved=bool(steps)),
-        ScaleCheck(done=bool(steps)),
+        ScaleCheck(done=scale_was_checked(steps)),
         FrozenCheck(),
         RankingCheck(first=not steps),
     ]
@@ -111,7 +111,7 @@ def preference(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]
         ReferenceCheck(first=not steps),
         PreferenceLossCheck(kept.get("preference", {}) if steps else None),
         UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
-        ScaleCheck(done=bool(steps)),
+        ScaleCheck(done=scale_was_checked(steps)),
         FrozenCheck(),
     ]
 
@@ -126,7 +126,7 @@ def online(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
         ReferenceCheck(first=not steps),
         OnlineLossCheck(),
         UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
-        ScaleCheck(done=bool(steps)),
+        ScaleCheck(done=scale_was_checked(steps)),
         FrozenCheck(),
         SamplerCheck(fresh=False),
         TaskCheck(),
@@ -140,7 +140,7 @@ def rejection(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     history = StageHistory(steps)
     return [
         UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
-        ScaleCheck(done=bool(steps)),
+        ScaleCheck(done=scale_was_checked(steps)),
         FrozenCheck(),
         SamplerCheck(fresh=False),
         TaskCheck(),

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Numbers of glibc's `mallopt`: above which it returns the end of its memory, and above which a block is a mapping of
+its own, which is returned when it is freed."""
+OFTEN_FREED = 32 << 20
+"""What glibc raises the second one to by itself in a process that often frees large blocks; the first is twice that."""
 
 CONTROL_GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -38,3 +46,27 @@ def free_memory() -> int | None:
         with suppress(OSError, ValueError):  # "max" is no number: there is no limit
             found.append(int(Path(most).read_text()) - int(Path(used).read_text()))
     return max(0, min(found)) if found else None
+
+
+@contextmanager
+def freed_at_once() -> Generator[None]:
+    """Inside, memory of a megabyte or more goes back to the system as soon as this process frees it, and at the end so
+    does what is left. Without it the C library keeps such blocks for itself and cuts smaller ones out of them, so that
+    a process that had a layer after the other in memory looks as if it had all of them.
+
+    It acts on glibc (`mallopt`, `malloc_trim`), which is that of most of Linux, and does nothing elsewhere. Inside,
+    large blocks cost more time.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        choose, trim = library.mallopt, library.malloc_trim
+    except (OSError, AttributeError, TypeError):
+        yield
+        return
+    choose(M_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        trim(0)
+        choose(M_MMAP_THRESHOLD, int(os.environ.get("MALLOC_MMAP_THRESHOLD_", str(OFTEN_FREED))))
+        choose(M_TRIM_THRESHOLD, int(os.environ.get("MALLOC_TRIM_THRESHOLD_", str(2 * OFTEN_FREED))))

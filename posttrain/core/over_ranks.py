@@ -87,10 +87,6 @@ def _refusals(run: Run) -> Iterator[str]:
     model = run.model
     if model.device != "cpu":
         yield f"model.device={model.device} is not built; ranks compute on CPU (gloo). Set model.device=cpu"
-    if model.dtype != "float32":
-        yield f"model.dtype={model.dtype} is not built. Set model.dtype=float32"
-    if model.checkpointing != "none":
-        yield "model.gradient_checkpointing is not built. Leave it out"
     if model.quantize is not None:
         yield "model.quantize is not built. Leave it out, or train in one process"
     if model.compile or model.warm_up:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from copy import copy as copied
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -58,6 +59,9 @@ class HFLearner:
         ConfigError: `replays`, and the model has no routers that could follow choices.
     """
 
+    row_gradients: ClassVar[bool] = True
+    """Whether a gradient may hold some rows of a weight alone (`core.row_gradient`)."""
+
     def __init__(
         self,
         policy: Policy,
@@ -94,7 +98,8 @@ class HFLearner:
         before, head, told = self._reader.computed, self._head() if rewards else None, packed.heard() if heard else None
         places = np.zeros(0, np.int64) if head is None else head.places(packed)
         more = np.zeros(0, np.int64) if told is None else told.source_M
-        with kept_on_the_cpu() if self._offload else nullcontext():
+        headless = self._reader.out.headless() if self.row_gradients and not logp and told is None else nullcontext()
+        with kept_on_the_cpu() if self._offload else nullcontext(), headless:
             found = self._reader.hidden(packed, np.concatenate([packed.source_M, places, more]))
         hidden, read, listened = found.split([packed.spoken, len(places), len(more)])
         given = None if head is None else head.read(packed, read)

@@ -17,6 +17,7 @@ from torch import Tensor
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.core.ranks import ALONE, Ranks, check_same, joint_norm, of_one_copy
+from posttrain.core.row_gradient import held, joined, whole
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.stage import fits
@@ -31,6 +32,8 @@ and their singular directions mean nothing together."""
 ELEMENTWISE = ("adamw", "sgd")
 """The kinds whose update of a number depends on nothing but that number's gradient and state, and the clip."""
 
+CLIP_EPS = 1e-6
+"""What torch adds to a norm before it divides by it."""
 Rules = type[UpdateRule]
 
 
@@ -159,7 +162,7 @@ class StageOptimizer:
         size = float(norm)
         if math.isfinite(size):
             if size > self.config.clip:
-                torch.nn.utils.clip_grads_with_norm_(with_grad, self.config.clip, norm)
+                self._clip(with_grad, norm)
             lr = self.lr * share
             for rule in dict.fromkeys(self._rules.values()):
                 self._step(rule, lr)
@@ -248,8 +251,14 @@ class StageOptimizer:
             if p.grad is not None:
                 found = p.grad.to(master.dtype)
                 found = found if self._scale is None else found.mul_(1 / self._scale.value)
-                master.grad = found if master.grad is None else master.grad.add_(found)
+                if master.grad is None:
+                    master.grad = found
+                else:
+                    master.grad = found.add_(master.grad) if master.grad.is_sparse else master.grad.add_(found)
                 p.grad = None
+        for name, t in self._moved.items():
+            if t.grad is not None and t.grad.is_sparse:
+                t.grad = joined(t.grad) if self._rules[name].takes_rows and self._home is None else whole(t.grad)
 
     def _norm(self, tensors: list[Tensor]) -> Tensor:
         """The norm of the gradients of all ranks together.
@@ -261,7 +270,7 @@ class StageOptimizer:
         if self._whole_norm is not None:
             found = self._whole_norm({n: t.grad for n, t in self._moved.items() if t.grad is not None})
             return next(iter(self._moved.values())).new_tensor(found)
-        own = torch.nn.utils.get_total_norm([t.grad for t in tensors if t.grad is not None])
+        own = torch.nn.utils.get_total_norm([held(t.grad) for t in tensors if t.grad is not None])
         if self.ranks.world == 1:
             return own
         advice = "One of them left out an update, so its part of the weights is stale: go on from the last checkpoint"
@@ -269,6 +278,15 @@ class StageOptimizer:
         if getattr(self.ranks, "replicas", 1) > 1:  # gradients are summed over copies, and do not tell that one moved
             of_one_copy(self.ranks, float(torch.nn.utils.get_total_norm(list(self._moved.values()))), "weights")
         return own.new_tensor(joint_norm(of_one_copy(self.ranks, float(own), "gradient")))
+
+    def _clip(self, tensors: list[Tensor], norm: Tensor) -> None:
+        """Multiply the gradients so that their norm, which is this, is the configured one."""
+        gradients = [t.grad for t in tensors if t.grad is not None]
+        dense = [t for t, g in zip(tensors, gradients, strict=True) if not g.is_sparse]
+        torch.nn.utils.clip_grads_with_norm_(dense, self.config.clip, norm)
+        for g in gradients:
+            if g.is_sparse:
+                held(g).mul_(self.config.clip / (norm + CLIP_EPS))
 
     def _divided(self) -> Iterator[tuple[Rules, list[str]]]:
         """The rules with the names of their parameters, in the order of the parameters; several of a kind where their

@@ -6,7 +6,7 @@ Axis letters: N packed positions, M of them read out, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.errors import EngineError
 from posttrain.engine.attention import Layout, PackedLayout, using
-from posttrain.engine.tied import TiedWeight
+from posttrain.engine.look_up import LookUp
 from posttrain.engine.transform import logits as head_logits
 
 SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": False}
@@ -41,8 +41,8 @@ class ReadOut:
     head: nn.Module
     scale: float
     softcap: float | None
-    tied: TiedWeight | None = None
-    """Where the head's weight is the embedding's."""
+    look_up: LookUp | None = None
+    """Of the embedding; None where it is not a plain one."""
 
     @property
     def weight(self) -> Tensor:
@@ -67,13 +67,18 @@ class ReadOut:
         return self._run(ids_BL, at, layout)
 
     def _run(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        with using(layout), nullcontext() if self.tied is None else self.tied.looked_up():
+        with using(layout), nullcontext() if self.look_up is None else self.look_up.looked_up():
             out = self.decoder(input_ids=ids, use_cache=False, **takes_positions(self.decoder, positions))
         return out.last_hidden_state
 
+    def headless(self) -> AbstractContextManager[None]:
+        """Inside, no head reads the hidden states that are computed; see `LookUp.headless`."""
+        return nullcontext() if self.look_up is None else self.look_up.headless()
+
     def weight_to_read(self) -> Tensor:
-        """`weight` for the head that reads the hidden states computed last, so that both have one gradient (`tied`)."""
-        found = None if self.tied is None else self.tied.take()
+        """`weight` for the head that reads the hidden states computed last, so that both have one gradient
+        (`look_up`)."""
+        found = None if self.look_up is None else self.look_up.take()
         return self.weight if found is None else found
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -108,7 +113,7 @@ def read_out(module: PreTrainedModel) -> ReadOut:
         if value is not None:
             scale = scale / float(value) if divides else scale * float(value)
     softcap = next((c for c in (getattr(config, name, None) for name in CAPS) if c is not None), None)
-    return ReadOut(decoder, head, scale, None if softcap is None else float(softcap), TiedWeight.of(decoder, head))
+    return ReadOut(decoder, head, scale, None if softcap is None else float(softcap), LookUp.of(decoder, head))
 
 
 class _WindowProbe(PackedLayout):

@@ -71,6 +71,8 @@ class ShardedLearner(HFLearner):
         InvariantError: the ranks begin with different weights.
     """
 
+    row_gradients = False  # ranks add up whole gradients
+
     def __init__(
         self,
         policy: Policy,

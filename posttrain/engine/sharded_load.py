@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from posttrain.core.adapter import check_frozen
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.machine import freed_at_once
 from posttrain.core.ranks import check_same
 from posttrain.core.run import Model
 from posttrain.engine import attention
@@ -83,7 +84,8 @@ def load_by_rows(
     policy = prepared(model, module, tokenizer, stops, f"from {model.path}, each rank its rows", notes, most)
     if model.lora is not None:
         policy = _adapted(policy, model, seed)
-    return ShardedLearner(policy, ranks, fill=files.fill, prove=_prove, **how)
+    with freed_at_once():  # what the passes of the checks free is several times a rank's rows
+        return ShardedLearner(policy, ranks, fill=files.fill, prove=_prove, **how)
 
 
 def _prove(policy: Policy) -> None:

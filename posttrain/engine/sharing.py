@@ -12,6 +12,7 @@ from torch import Tensor
 from posttrain.core.batch import Packed
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import InvariantError
+from posttrain.core.row_gradient import whole
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.packed_routing import PackedRouting, PassRouting
 from posttrain.engine.readout import ReadOut
@@ -199,7 +200,7 @@ def _gradient_gap(shared: Tensor, alone: Tensor, trained: Sequence[Tensor]) -> f
     def gradients(hidden: Tensor, scale: float) -> list[Tensor]:
         loss = (hidden * (weights * scale)).sum()
         found = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=True)
-        return [g for g in found if g is not None]
+        return [whole(g) for g in found if g is not None]
 
     gap = float("inf")
     for scale in SCALES:

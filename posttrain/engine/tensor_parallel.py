@@ -45,6 +45,8 @@ class TensorLearner(HFLearner):
         InvariantError: the ranks begin with different weights.
     """
 
+    row_gradients = False  # ranks add up whole gradients
+
     def __init__(
         self,
         policy: Policy,

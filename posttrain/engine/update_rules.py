@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.engines import KernelChoice
+from posttrain.core.row_gradient import joined, number, whole
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.engine import plain
@@ -30,6 +31,9 @@ NEWTON_SCHULZ_EPS = 1e-7
 MATCHED_RMS = 0.2
 """An orthogonal update is scaled by this times the root of the longer side, so that its root mean square is that of a
 usual AdamW step and one learning rate serves both (2502.16982)."""
+PART, ROWS = 1 << 20, 16
+"""A weight with a gradient of rows is updated in parts of about so many numbers, which are whole multiples of so many
+rows: the parts then begin where a vector of the processor begins, and round as the whole does."""
 EXACT_ELEMENTS = 1 << 20
 """Matrices with more elements are iterated in float32, on their device, when an expected update is computed."""
 
@@ -44,6 +48,8 @@ class UpdateRule(ABC):
         kernels: the choice of kernels (`Model.kernels`).
     """
 
+    takes_rows: ClassVar[bool] = False
+    """Whether it reads gradients that hold some rows alone (`core.row_gradient`)."""
     words: ClassVar[tuple[str, ...]]
     """Names of the state that each tensor has; a state tensor is called WORD.PARAMETER."""
 
@@ -110,6 +116,7 @@ class Moments(UpdateRule):
     """AdamW (1711.05101, algorithm 2)."""
 
     words = ("step", *MOMENTS)
+    takes_rows = True
 
     def build(self, groups: list[dict[str, Any]], config: Optimizer, kernels: KernelChoice) -> torch.optim.Optimizer:
         first = next(iter(self.tensors.values()))
@@ -124,6 +131,42 @@ class Moments(UpdateRule):
         first, second = (exact(state[m], at) if m in state else torch.zeros_like(g) for m in MOMENTS)
         taken = float(state["step"]) + 1 if state else 1.0
         return adamw_update(config, exact(self.tensors[name], at), g, (first, second), taken, lr)
+
+    def step(self, lr: float) -> None:
+        """A weight whose gradient holds some rows is updated in parts, each with its own dense gradient, which is zero
+        elsewhere: the numbers are those of a whole gradient, and no tensor of the weight's size is made."""
+        found = {t: t.grad for t in self.tensors.values() if t.grad is not None and t.grad.is_sparse}
+        for tensor in found:
+            tensor.grad = None
+        super().step(lr)
+        for tensor, gradient in found.items():
+            self._step_by_rows(tensor, joined(gradient))
+
+    @torch.no_grad()
+    def _step_by_rows(self, weight: Tensor, gradient: Tensor) -> None:
+        if not self.inner.state.get(weight):
+            step = torch.zeros((), dtype=torch.float32, device=weight.device)
+            self.inner.state[weight] = {"step": step, **{m: torch.zeros_like(weight) for m in MOMENTS}}
+        state, groups = self.inner.state[weight], self.inner.param_groups
+        group = next(g for g in groups if any(t is weight for t in g["params"]))
+        rows, values = gradient.indices()[0], gradient.values()
+        size = max(1, PART // (ROWS * weight.shape[1])) * ROWS
+        edges = range(0, weight.shape[0], size)
+        cuts = [*torch.searchsorted(rows, torch.tensor([*edges], device=rows.device)).tolist(), len(rows)]
+        taken = state["step"]
+        try:
+            for first, low, high in zip(edges, cuts[:-1], cuts[1:], strict=True):
+                part = weight.detach()[first : first + size]
+                part.grad = torch.zeros_like(part)
+                part.grad[rows[low:high] - first] = values[low:high]
+                moments = {m: state[m][first : first + size] for m in MOMENTS}
+                self.inner.state[part] = {"step": state["step"].clone(), **moments}
+                self.inner.param_groups = [{**group, "params": [part]}]
+                self.inner.step()
+                taken = self.inner.state.pop(part)["step"]
+        finally:
+            self.inner.param_groups = groups
+        state["step"].copy_(taken)
 
 
 class Momentum(UpdateRule):
@@ -220,7 +263,7 @@ def adamw_update(
 
 def exact(x: Tensor, at: int | None) -> Tensor:
     """All numbers of a tensor in float64, or only the one at index `at` of the flattened tensor."""
-    return (x.detach() if at is None else x.detach().flatten()[at : at + 1]).double().cpu()
+    return (whole(x.detach()) if at is None else number(x.detach(), at)).double().cpu()
 
 
 def _moment(decay: float, taken: float, before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:

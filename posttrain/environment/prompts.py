@@ -205,12 +205,17 @@ class PromptsEnv(JudgedColumns, SingleTurn):
             judges=bool(self.rewards),
             lint=self.lint if self._judged is not None else None,
             rows=self.rows,
-            tools=self.tools_of if self.tools or any(r.task.tools for r in self.rows) else None,
+            tools=self.tools_of if self.tools or self._rows_have_tools else None,
         )
 
     def lint(self, length: Callable[[Task, str], int] | None = None, context: int = 0) -> Sequence[LintFinding]:
         """What may be wrong with the judged rows (`core.abilities.Lint`)."""
         return lint(self.rows, self._held, self.without, length, context)
+
+    @cached_property
+    def _rows_have_tools(self) -> bool:
+        """Whether any row brings its own tools. Kept, because `abilities` is asked for once for each task."""
+        return any(r.task.tools for r in self.rows)
 
     @cached_property
     def _judged(self) -> JudgedData | None:

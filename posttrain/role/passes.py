@@ -11,6 +11,7 @@ from torch import Tensor
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner
+from posttrain.core.row_gradient import held
 from posttrain.core.scores import TokenScores
 
 
@@ -52,8 +53,8 @@ class Passes:
     @classmethod
     def of(cls, needs: Needs, learner: Learner, scale: float = 1.0) -> Passes:
         """Start recording, before the first forward pass."""
-        held = [p.grad for p in learner.parameters().values()] if needs.gradients else []
-        return cls(needs, stale_gradients=sum(g is not None and bool(g.any()) for g in held), scale=scale)
+        before = [p.grad for p in learner.parameters().values()] if needs.gradients else []
+        return cls(needs, stale_gradients=sum(g is not None and bool(held(g).any()) for g in before), scale=scale)
 
     def join(self, ranks: Sequence[Passes]) -> None:
         """Become the passes of all ranks, one rank after the other."""

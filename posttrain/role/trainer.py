@@ -19,6 +19,7 @@ from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Learner
 from posttrain.core.ranks import ALONE, Ranks
+from posttrain.core.row_gradient import held
 from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.scores import ExpectedUpdate, TokenScores
 from posttrain.role.events import UNOBSERVED, DifferentiatedEvent, LearnedEvent, Observers, PackedEvent
@@ -305,7 +306,7 @@ class Trainer:
             one = batch.select(episodes)
             total = loss.terms(one, self._forward(one, loss)).loss
             total.backward()
-            found = [total, *(p.grad for p in parameters if p.grad is not None)]
+            found = [total, *(held(p.grad) for p in parameters if p.grad is not None)]
             if not all(self.ranks.every(all(bool(torch.isfinite(x).all()) for x in found))):
                 out.extend(episodes.tolist())
             for p in parameters:

@@ -19,12 +19,14 @@ from posttrain.core.adapter import Lora
 from posttrain.core.errors import PosttrainError
 from posttrain.core.run import Model
 from posttrain.engine import sharded_load
+from posttrain.engine.gather import gathered
 from posttrain.engine.models import load_policy
 from posttrain.engine.process_ranks import ProcessRanks, joined
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_checkpoint import ShardedWriter, load_sharded, save_sharded
 from posttrain.engine.sharded_load import RowFiles, load_by_rows
 from posttrain.role.trainer import Trainer
+from posttrain.role.transport import whole_tensors
 from tests.rooms.engine_parts import policy
 
 BATCH = Case("likelihood", 4096)
@@ -92,8 +94,9 @@ def _stale(path: Path, ranks: ProcessRanks) -> str:
 
 @dataclass(frozen=True)
 class Memory:
-    """The most memory that a rank needs to read its rows, and to come to its learner, beyond that of the process, in
-    bytes."""
+    """The most memory that a rank needs to read its rows, and to come to its learner; what it has then; and the most
+    that it needs to send its weights, as an engine reads them one after the other on rank 0. Beyond what it had before,
+    in bytes."""
 
     def __call__(self, groups: Groups, folder: Path) -> dict[str, Any]:
         everyone, path = groups[4], folder / "wide"
@@ -118,6 +121,9 @@ class Memory:
                 learner = load_by_rows(model, everyone) if word == "by rows" else _kept(model, everyone)
             out[word] = _peak() - before
             out[f"{word}, own"] = sum(p.numel() * 4 for p in learner.parameters().values())
+            if word == "by rows":
+                out["held"] = _resident() - before
+                out["sent"] = _sent(learner, everyone)
             del learner
         return out
 
@@ -126,12 +132,27 @@ def _kept(model: Model, ranks: ProcessRanks) -> ShardedLearner:
     return ShardedLearner(load_policy(model, None, 0), ranks)
 
 
+def _sent(learner: ShardedLearner, ranks: ProcessRanks) -> int:
+    before = _peak(afresh=True)
+    for _ in whole_tensors(gathered(learner.shards(), ranks, 0, bucket=8 << 20)):
+        pass
+    return _peak() - before
+
+
 def _peak(afresh: bool = False) -> int:
     """Most resident bytes of this process; `afresh`: from now on."""
     if afresh:
         Path("/proc/self/clear_refs").write_text("5")
+    return _of_status("VmHWM")
+
+
+def _resident() -> int:
+    return _of_status("VmRSS")
+
+
+def _of_status(word: str) -> int:
     text = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmHWM")))
+    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith(word)))
 
 
 # --- written beside training ------------------------------------------------------------------------------------------

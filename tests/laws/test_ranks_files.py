@@ -47,16 +47,20 @@ def test_a_model_read_by_rows_is_the_model(found: list[dict[str, Any]]) -> None:
 
 
 def test_no_rank_has_a_whole_copy(found: list[dict[str, Any]]) -> None:
-    """To read its part of the model a rank needs little more than the memory of the part. (The passes of the checks at
-    load come after that and need more: docs/shards.md.)"""
+    """To read its part of the model a rank needs little more than the memory of the part; with the checks at load,
+    whose passes bring one layer after the other together, some times of it; and then it holds its part. To send it a
+    rank needs a bucket, of 8 MiB of all ranks here, and rank 0 theirs and what it joins."""
     every = given(found, "memory")
     for rank, said in enumerate(every):
-        words = ("all", "by rows, own", "read", "by rows", "whole")
+        words = ("all", "by rows, own", "read", "by rows", "held", "sent", "whole")
         sizes = {word: f"{said[word] / 1e6:.0f} MB" for word in words}
         print(f"rank {rank}: {sizes}")
     for rank, said in enumerate(every):
         assert said["by rows, own"] < 0.3 * said["all"]
         assert said["read"] < 0.5 * said["all"], rank
+        assert said["by rows"] < 1.25 * said["all"], rank
+        assert said["held"] < said["by rows, own"] + 25e6, rank
+        assert said["sent"] < (said["all"] if rank == 0 else 15e6), rank
 
 
 def test_a_checkpoint_is_written_beside_training(found: list[dict[str, Any]]) -> None:

@@ -103,6 +103,32 @@ def test_one_whose_parent_is_gone_already_ends_at_once() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stdout == b"lives\n"
 
 
+ELSEWHERE = (
+    "import os, sys, time; sys.platform = 'darwin'; from posttrain.core.lifetime import die_with;"
+    " die_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)"
+)
+"""Where the kernel is not asked."""
+STARTS = "import subprocess, sys, time; held = subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+
+
+def test_where_the_kernel_does_not_tell_a_process_looks_itself() -> None:
+    """And says whom it missed."""
+    command = [sys.executable, "-c", STARTS.format(child=ELSEWHERE)]
+    learner = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert learner.stdout is not None and learner.stderr is not None
+    pid = int(learner.stdout.readline())
+    try:
+        time.sleep(1.2)
+        assert state(pid), "it lives as long as its parent does"
+        learner.kill()
+        assert until(pid, "", 10.0) == "", f"process {pid} outlives the one that began it"
+        assert f"the process that started process {pid} (it was process {learner.pid}) is gone" in learner.stderr.read()
+    finally:
+        if state(pid):
+            os.kill(pid, signal.SIGKILL)
+        learner.communicate()
+
+
 def test_a_program_that_cannot_be_started_says_so() -> None:
     with pytest.raises(FileNotFoundError):
         begun("pass", cwd="/there/is/no/such/folder")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 
 import posttrain
 from posttrain.api.summary import memory_lines
-from posttrain.core import reader
+from posttrain.core import machine, reader
 from posttrain.diagnose.outcome import read_outcome
 from posttrain.role.memory import PeakMemory
 from posttrain.role.roles import RoleCosts
@@ -69,3 +72,58 @@ def test_every_line_of_the_record_has_the_peaks_of_its_roles(tmp_path: Path) -> 
     assert all(m > 50 * MIB for s in steps for m in s.memory.values())
     (title, *lines) = memory_lines(read_outcome(tmp_path / "run"))
     assert title.startswith("peak MiB by role (resident") and len(lines) >= 2 and "learn" in lines[0]
+
+
+FREES = """
+import ctypes, sys
+from contextlib import nullcontext
+from pathlib import Path
+from posttrain.core.machine import freed_at_once
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+def blocks():  # 40 of 4 MB, and between them smaller ones, that stay
+    made = []
+    for _ in range(40):
+        made.append(libc.malloc(4 << 20))
+        ctypes.memset(made[-1], 1, 4 << 20)
+        libc.malloc(100 << 10)
+    return made
+
+libc.free(libc.malloc(30 << 20))  # from here on glibc keeps blocks of this size
+before, inside = resident(), 0.0
+with freed_at_once() if sys.argv[1] == "inside" else nullcontext():
+    for block in blocks():
+        libc.free(block)
+    inside = resident() - before
+print(inside)
+for block in blocks():
+    libc.free(block)
+kept = resident() - before
+with freed_at_once():
+    pass
+print(kept, resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc alone is asked")
+def test_freed_memory_goes_back_at_once() -> None:
+    """In the MB of a real process: large blocks that were freed inside, and all that was kept, at the end."""
+    command = [sys.executable, "-c", FREES]
+    inside, plain = (
+        [float(x) for x in subprocess.check_output([*command, word], text=True).split()] for word in ("inside", "plain")
+    )
+    assert inside[0] < 20 < 120 < plain[0], (inside, plain)
+    for _, kept, after in (inside, plain):
+        assert after < 20 < 120 < kept, (inside, plain)
+
+
+def test_where_there_is_no_such_library_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: object())
+    with machine.freed_at_once():
+        ran = True
+    assert ran

@@ -40,9 +40,6 @@ def optimizer(kind: str) -> Callable[[Run], Run]:
 
 
 REFUSED: dict[str, Callable[[Run], Run]] = {
-    "model.dtype=float16": changed(dtype="float16"),
-    "model.dtype=bfloat16": changed(dtype="bfloat16"),
-    "model.gradient_checkpointing": changed(gradient_checkpointing="full"),
     "model.quantize": changed(lora=Lora(rank=2), quantize="int8"),
     "model.compile=true": changed(compile=True),
     "model.warm_up=true": changed(warm_up=True),

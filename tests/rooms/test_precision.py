@@ -16,8 +16,10 @@ from engine_parts import packed, policy
 
 import posttrain
 from posttrain.api import overrides
+from posttrain.checks.precision import scale_was_checked
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
+from posttrain.core.gauge import Gauge, Step
 from posttrain.core.run import Optimizer, Run
 from posttrain.engine import compiled, transform
 from posttrain.engine.embedded.cached_model import CachedModel
@@ -104,6 +106,14 @@ def test_a_run_goes_on_behind_an_overflow(tmp_path: Path) -> None:
 
 
 @pytest.mark.prove
+def test_a_resumed_stage_checks_the_scale_until_a_step_could_be_checked() -> None:
+    """The first ones may overflow, or have a gradient of 0."""
+    overflowed = Step("rl", 1, 0, {"optim/overflowed": Gauge(1, 1)})
+    checked = Step("rl", 2, 1, {"canary/scale_gap": Gauge(0, 1)})
+    assert not scale_was_checked([]) and not scale_was_checked([overflowed])
+    assert scale_was_checked([overflowed, checked])
+
+
 def test_float16_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     run = replace(in_type(only_rl(tiny_run(prompts=8, steps=4)), "float16"), keep_checkpoints=9)
     posttrain.run(run, out=tmp_path / "whole", quiet=True)

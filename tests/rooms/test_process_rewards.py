@@ -375,6 +375,10 @@ def test_one_number_of_the_steps_scores_pays_the_answer(how: Any, tmp_path: Path
     run = process_run(reward=Reward(function="model:stage:rm", steps="outcome", aggregate=how))
     run = apply(run, ["env.measured=true", "rl.algorithm=grpo"])
     posttrain.run(run, out=tmp_path / "run", quiet=True)
+    labelling = [s for s in reader.steps(tmp_path / "run") if "label/answers" in s.gauges]
+    assert len(labelling) == 2
+    for s in labelling:  # the truth labels them, and the model that will pay is not there yet
+        assert s.gauges["rollout/abstained"].mean == s.gauges["rollout/unjudged"].mean == 0
     learner = HFLearner(stage_policy(tmp_path / "run", "rm"))
     for e in verdicts(tmp_path / "run"):
         ends = token_ends(lambda ids: "x" * len(ids), said(e), [])  # the last token alone

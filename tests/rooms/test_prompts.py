@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.data_rows import read
 from posttrain.environment.make import environment
 from posttrain.environment.prompts import PromptsEnv
+from posttrain.environment.rows import PromptRow
 from posttrain.environment.scripted import judged
 from posttrain.recipe.recipes import recipe
 
@@ -231,6 +233,27 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
     assert e.demonstrate(task, "completion", np.random.default_rng(0), 0.0) == (task.prompt, "x")
     with pytest.raises(ConfigError, match="did you mean 'answer_column'"):
         env(path, args={"answer_colum": "gold"})
+
+
+class Counted(tuple[PromptRow, ...]):
+    """Rows that count how often somebody goes through them."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        Counted.times += 1
+        return super().__iter__()
+
+
+def test_what_it_can_do_is_said_for_each_task_without_reading_all_rows_for_it(tmp_path: Path) -> None:
+    """`abilities` is asked for once for each task: a file of n rows took time by n^2 before a run began."""
+    built = env(write(tmp_path / "p.jsonl", [{"prompt": str(i), "answer": str(i)} for i in range(50)]))
+    counted = replace(built, rows=Counted(built.rows))
+    assert counted.abilities.rows == built.rows and counted.abilities.tools is None
+    before = Counted.times
+    for _ in counted.heldout:
+        assert counted.abilities.tools is None
+    assert Counted.times <= before + 2  # once to know what is held out
 
 
 def test_completions_are_imitated_and_never_shown_to_rewards(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.request import RolloutRequest, StepNumber
 from posttrain.core.scored import Credit
 from posttrain.core.step_labels import StepLabeling
+from posttrain.core.verdict import failed
 from posttrain.diagnose.played import rollout_gauges
 from posttrain.role.events import LabelledEvent, PlayedEvent
 from posttrain.role.prompts import Prompts
@@ -102,7 +103,7 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
             self._write(work)
         seen = h.watch.take()
         gauges = merge(
-            rollout_gauges(work.experience, Credit((), 0.0)),
+            {**rollout_gauges(work.experience, Credit((), 0.0)), **unjudged_gauges(work)},
             work.engine,
             label_gauges(work),
             seen.gauges,
@@ -136,6 +137,16 @@ def _text(path: Path, text: str) -> None:
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """The rows in a kept folder."""
     return [json.loads(line) for line in (folder / ROWS).read_text(encoding="utf-8").splitlines()]
+
+
+def unjudged_gauges(work: LabelWork) -> Gauges:
+    """Which answers had no verdict to label them by. What labels them is the truth where it is measured, and a reward
+    that is paid, such as that of a model which a later stage trains, is then not asked for."""
+    episodes = [e for g in work.experience.played for e in g.episodes]
+    return {
+        "rollout/unjudged": Gauge.of([e.figure is None for e in episodes]),
+        "rollout/abstained": Gauge.of([e.figure is None and not failed(e.verdicts) for e in episodes]),
+    }
 
 
 def label_gauges(work: LabelWork) -> Gauges:

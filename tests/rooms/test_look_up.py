@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.core.batch import Packed
 from posttrain.engine.learner import HFLearner
-from posttrain.engine.tied import TiedWeight
+from posttrain.engine.look_up import LookUp
 
 
 class Sizes(TorchDispatchMode):
@@ -25,9 +25,11 @@ class Sizes(TorchDispatchMode):
         self.shape, self.made, self._known = shape, 0, set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        before = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+        before = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor) and not x.is_sparse}
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and tuple(out.shape) == self.shape and out.untyped_storage()._cdata not in before:
+        if not isinstance(out, Tensor) or out.is_sparse:
+            return out
+        if tuple(out.shape) == self.shape and out.untyped_storage()._cdata not in before:
             self.made += 1
         return out
 
@@ -35,7 +37,7 @@ class Sizes(TorchDispatchMode):
 @contextmanager
 def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(TiedWeight, "of", staticmethod(lambda decoder, head: None))
+        patch.setattr(LookUp, "of", staticmethod(lambda decoder, head: None))
         yield
 
 
@@ -123,4 +125,7 @@ def test_frozen_or_separate_weights_are_looked_up_as_they_are() -> None:
     scores.logp.sum().backward()
     assert embedding(frozen).weight.grad is None
     module: Any = policy("llama").module
-    assert TiedWeight.of(module.get_decoder(), module.get_output_embeddings()) is None
+    apart = LookUp.of(module.get_decoder(), module.get_output_embeddings())
+    assert apart is not None
+    with apart.looked_up():
+        assert "forward" not in module.get_input_embeddings().__dict__ and apart.take() is None
