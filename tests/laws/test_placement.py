@@ -200,8 +200,13 @@ def test_episodes_in_processes_change_no_bit(staleness: int, tmp_path: Path) -> 
         assert played(replace(run, placement=elsewhere), tmp_path / f"{name}-elsewhere") == local
 
 
+TICK, LONGEST = 0.01, 0.5
+"""Seconds: between two looks for engines that are ready, and until the next kill."""
+
+
 class Killer:
-    """Kills engines of pools with SIGKILL, after seconds that are drawn from a seed, as long as it is told to."""
+    """Kills engines of pools with SIGKILL, after seconds that are drawn from a seed and at most `LONGEST`, as long as it
+    is told to. Seconds in which no engine is ready do not count."""
 
     def __init__(self, seed: int, between: float, kills: int) -> None:
         self.rng, self.between, self.left, self.killed = np.random.default_rng(seed), between, kills, 0
@@ -210,13 +215,19 @@ class Killer:
         self.thread = threading.Thread(target=self._work, daemon=True)
 
     def _work(self) -> None:
-        while self.left and not self.over.wait(float(self.rng.exponential(self.between))):
+        due = self._drawn()
+        while self.left and not self.over.wait(TICK):
             alive = [e for pool in self.pools for e in pool.engines if e.ready and e.host.pid]
-            if alive:
+            due -= TICK if alive else 0
+            if alive and due <= 0:
+                due = self._drawn()
                 chosen = alive[int(self.rng.integers(len(alive)))].host.pid
                 assert chosen is not None
                 if kill(chosen):
                     self.left, self.killed = self.left - 1, self.killed + 1
+
+    def _drawn(self) -> float:
+        return min(float(self.rng.exponential(self.between)), LONGEST)
 
 
 KILLS = int(os.environ.get("POSTTRAIN_SWEEP_KILLS", "4"))
