@@ -205,7 +205,7 @@ TICK, LONGEST = 0.01, 0.5
 
 
 class Killer:
-    """Kills engines of pools with SIGKILL, after seconds that are drawn from a seed and at most `LONGEST`, as long as it
+    """Kills engines of pools with SIGKILL, after seconds drawn from a seed, `LONGEST` at most, as long as it
     is told to. Seconds in which no engine is ready do not count."""
 
     def __init__(self, seed: int, between: float, kills: int) -> None:
