@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from posttrain.core.algorithm import patch
+from posttrain.core.engines import Embedded
 from posttrain.core.env import Env, Reward
 from posttrain.core.ladder import GRPO
 from posttrain.core.pieces.pull import KL
@@ -14,6 +15,10 @@ from posttrain.recipe.example import TINY
 
 SAMPLING = Sampling(max_tokens=80)
 """Of answers, completions and RL: room for chains of six terms."""
+
+RETAIN = 200_000
+"""Tokens of answers that stay in the engine's cache until their steps are completed, so that no beginning is computed
+again: 2,048 answers of 80 tokens, and their prompts."""
 
 
 def prm() -> Run:
@@ -30,6 +35,7 @@ def prm() -> Run:
         recipe="prm",
         threads=1,
         model=TINY,
+        engine=Embedded(retain=RETAIN),
         env=Env(
             name="arithmetic",
             args={"min_terms": 3, "max_terms": 4},
