@@ -57,6 +57,9 @@ def keep_less(module: Any, how: Checkpointing) -> None:
     chosen = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if how == "selective" else {}
     try:
         module.activation_checkpointing_enable({"use_reentrant": False, **chosen})
+        # Only reentrant checkpoints need inputs with gradients. The hook would go into every copy of the module, where
+        # the engine takes a model with hooks for one that its fused decoder does not know.
+        module.disable_input_require_grads()
         attention.keep_layout_in_recomputation(module)
     except ValueError as error:
         raise ConfigError(

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from posttrain.core.adapter import Lora
 from posttrain.core.errors import ConfigError
 from posttrain.core.run import Checkpointing, Model, Reinforce
 from posttrain.core.tree import from_plain, to_plain
 from posttrain.engine.embedded import native
+from posttrain.engine.embedded.fused import fusable
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import load_policy
 from posttrain.role.warm_up import largest
@@ -93,6 +95,15 @@ def test_true_and_false_are_still_read() -> None:
         assert from_plain(Model, to_plain(model)) == model
     with pytest.raises(ConfigError, match="selective"):
         from_plain(Model, {**to_plain(Model()), "gradient_checkpointing": "selectiv"})
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["whole", "adapter"])
+def test_copies_of_the_model_keep_the_fused_decoder(how: Checkpointing, lora: Lora | None) -> None:
+    """transformers adds a hook to the embedding, and a model with hooks has the plain decoder."""
+    policy = load_policy(tiny("llama", context=64, lora=lora), ALPHABET, 0)
+    HFLearner(policy, gradient_checkpointing=how)
+    assert fusable(policy.twin().module)
 
 
 def test_offloading_on_a_cpu_is_refused() -> None:

@@ -172,6 +172,7 @@ def test_the_head_is_float32_in_every_type_and_a_narrow_one_is_refused(
         ("float32", ("model.lora.rank=4", "model.kernels=torch", "model.lora.targets=q_proj,up_proj")),
         ("bfloat16", ("model.lora.rank=4", "model.lora.dora=true", "model.lora.rslora=true")),
         ("float32", ("model.lora.rank=4", "model.quantize=int8", "rl.minibatches=2")),
+        ("float32", ("model.arch=llama", "model.gradient_checkpointing=full")),
         ("float32", ("rl.sampling.repetition_penalty=1.3", "rl.sampling.min_tokens=3", "rl.sampling.temperature=0.8")),
         (
             "bfloat16",
