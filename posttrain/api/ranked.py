@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from posttrain import faults
+from posttrain.api.by_rows import here
 from posttrain.api.torch_settings import use_deterministic, use_threads
 from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.precision import ScaleCheck
@@ -32,17 +33,21 @@ from posttrain.controller.rank_lead import (
 from posttrain.controller.rank_state import RankState
 from posttrain.controller.rank_worker import work
 from posttrain.core import seeds
-from posttrain.core.errors import EngineError
+from posttrain.core.errors import EngineError, InvariantError
 from posttrain.core.lifetime import ending_with_parent
 from posttrain.core.machine import cores
 from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
-from posttrain.core.run import Run
+from posttrain.core.run import Model, Run
 from posttrain.engine import attention
-from posttrain.engine.models import Policy
+from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.rank_orders import END, HERE, LONG, RankLost, Store, met
 from posttrain.engine.rank_processes import RankProcesses
 from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded_load import BlankPolicy, blank_policy, read_rows
 from posttrain.engine.sharded_reference import Mould
+
+L = TypeVar("L", bound=ShardedLearner)
 
 WORKER = "posttrain.controller.rank_worker"
 LAUNCHER = "the process of torchrun"
@@ -54,9 +59,10 @@ PLANTED = ExitStack()
 
 @dataclass(frozen=True, eq=False)
 class RankStart:
-    """Makes the learner of another rank. It is pickled with the policy in it."""
+    """Makes the learner of another rank. It is pickled with the policy in it, or with the model whose rows each rank
+    reads."""
 
-    policy: Policy
+    policy: Policy | Model
     seed: int
     threads: int
     deterministic: bool
@@ -69,8 +75,16 @@ class RankStart:
         use_deterministic(self.deterministic)
         PLANTED.enter_context(faults.planted(self.fault))
         torch.manual_seed(seeds.torch_seed(self.seed, "torch"))
-        state.mould = Mould(self.policy)
-        state.own = ShardedLearner(self.policy, state.ranks, **self.how)
+        policy = self.policy if isinstance(self.policy, Policy) else blank_policy(self.policy, self.seed)
+        made(state, policy, ShardedLearner, state.ranks, **self.how)
+
+
+def made(state: RankState, policy: Policy, make: Callable[..., L], *given: Any, **how: Any) -> L:
+    """The learner of a rank, as `make` makes it, in its state."""
+    state.mould = Mould(policy)
+    blank = isinstance(policy, BlankPolicy)
+    state.own = learner = read_rows(policy, state.ranks, make, *given, **how) if blank else make(policy, *given, **how)
+    return learner
 
 
 def begin_rank(state: RankState, start: bytes) -> None:
@@ -139,13 +153,15 @@ def rank_threads(run: Run, options: RankOptions) -> int:
 
 
 def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
-    """A learner on every rank. It cuts the weights of the policy in place.
+    """A learner on every rank. It cuts the weights of the policy in place, or each rank reads its rows of them.
 
     Raises:
         EngineError: the model cannot be sent to another process.
+        InvariantError: the rows that ranks have read are not those of the policy.
     """
     how = {"gradient_checkpointing": run.model.checkpointing}
-    start = RankStart(policy, run.seed, torch.get_num_threads(), run.deterministic, run.fault, how)
+    given = here(run.model) if lead.by_rows else policy
+    start = RankStart(given, run.seed, torch.get_num_threads(), run.deterministic, run.fault, how)
     try:
         sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
     except Exception as error:
@@ -153,9 +169,14 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
             f"the model cannot be sent to another process ({type(error).__name__}: {error}): leave out --nproc"
         ) from error
     with lead.ordered("build the learner", (begin_rank, (sent,))):
-        lead.state.mould = Mould(policy)
-        lead.state.own = made = LeadLearner(policy, lead, **how)
-    return made
+        mine = blank_policy(run.model, run.seed) if lead.by_rows else policy
+        learner = made(lead.state, mine, LeadLearner, lead, **how)
+    if lead.by_rows and learner.fingerprint() != fingerprint(policy.numbers(named_tensors(policy.module))):
+        raise InvariantError(
+            f"the rows that the ranks have read of {run.model.path} are not those of the model that rank 0 sees there:"
+            " give every machine the same files, and change none while they are read"
+        )
+    return learner
 
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:

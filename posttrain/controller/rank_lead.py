@@ -66,6 +66,8 @@ class RankLead:
         self.dropped: list[int] = []
         """References that nobody reads any more."""
         self._number = 0
+        self.by_rows = False
+        """Whether each rank reads its own rows of the model."""
 
     @property
     def busy(self) -> bool:

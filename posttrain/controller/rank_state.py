@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from posttrain.core.batch import Packed
-from posttrain.core.errors import RunFolderError
+from posttrain.core.errors import DataError, RunFolderError
 from posttrain.core.ports import Reference
 from posttrain.core.ranks import check_same, of_every
 from posttrain.core.shards import Shard
@@ -25,6 +25,7 @@ from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.gather import gathered
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.process_ranks import ProcessRanks
+from posttrain.engine.row_files import RowFiles
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_checkpoint import masters_of
 from posttrain.engine.sharded_cut import first_row
@@ -132,6 +133,15 @@ def make_quiet(state: RankState) -> None:
 def score_without_adapter(state: RankState, packed: Packed) -> Any:
     with switched_off(state.learner.policy.module):
         return state.learner.packed_score(packed)
+
+
+def see_files(state: RankState, folder: str) -> list[str]:
+    """What each rank sees of a model's files in a folder: a digest, or why it sees none."""
+    try:
+        found = RowFiles(Path(folder)).digest
+    except DataError as error:
+        found = str(error)
+    return state.ranks.every(found)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
