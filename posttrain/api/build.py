@@ -26,7 +26,7 @@ from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.api.target import open_policy
 from posttrain.checks.watch import observers, of_run
-from posttrain.controller.parts import RunParts, StageSetting, nothing_is_kept, turns_reach
+from posttrain.controller.parts import RunParts, StageSetting, turns_reach
 from posttrain.controller.rank_lead import RankLead
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
@@ -52,7 +52,7 @@ from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
 from posttrain.role.probe import packed_text
 from posttrain.role.rollout import Rollout
-from posttrain.role.sync import Sync
+from posttrain.role.sync import Sync, nothing_is_kept
 
 CANARY = 16
 """Tokens that learner and engine both score after every push of weights."""
@@ -187,7 +187,8 @@ def opponent_of(
     """Who plays against the policy with this share of the reference."""
     engine = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
     sleepers.add(engine)
-    follows = None if share == 1 else Sync(roles.learner, engine, probe_ids(policy), run.model.dtype)
+    probe, forget = probe_ids(policy), forgetting(engine)
+    follows = None if share == 1 else Sync(roles.learner, engine, probe, run.model.dtype, forget=forget)
     return Opponent(engine, follows)
 
 
@@ -240,8 +241,13 @@ def make_roles(
                 judge.close()
 
     away = None if isinstance(engine, EmbeddedEngine) else turns_reach
-    sync = Sync(learner, engine, probe_ids(policy), run.model.dtype, elsewhere=away)
+    sync = Sync(learner, engine, probe_ids(policy), run.model.dtype, elsewhere=away, forget=forgetting(engine))
     return PolicyRoles(learner, engine, renderer, rollout, sync, close)
+
+
+def forgetting(engine: Sampler) -> Callable[[], None]:
+    """What empties the cache of an engine in this process."""
+    return engine.forget if isinstance(engine, EmbeddedEngine) else nothing_is_kept
 
 
 def probe_ids(policy: Policy) -> np.ndarray:
@@ -354,5 +360,4 @@ def make_parts(
         close=close,
         idle=roles.engine.idle if isinstance(roles.engine, EmbeddedEngine) else turns_reach,
         sleep=sleepers.add(roles.engine),
-        forget=roles.engine.forget if isinstance(roles.engine, EmbeddedEngine) else nothing_is_kept,
     )

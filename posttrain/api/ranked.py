@@ -33,7 +33,7 @@ from posttrain.controller.rank_lead import (
 from posttrain.controller.rank_state import RankState
 from posttrain.controller.rank_worker import work
 from posttrain.core import seeds
-from posttrain.core.errors import EngineError, InvariantError
+from posttrain.core.errors import EngineError
 from posttrain.core.lifetime import ending_with_parent
 from posttrain.core.machine import cores
 from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
@@ -67,6 +67,8 @@ class RankStart:
     threads: int
     deterministic: bool
     fault: str | None
+    digest: str
+    """Of the weights, where each rank reads its rows."""
     how: Mapping[str, Any]
     """Further arguments of the learner."""
 
@@ -76,14 +78,17 @@ class RankStart:
         PLANTED.enter_context(faults.planted(self.fault))
         torch.manual_seed(seeds.torch_seed(self.seed, "torch"))
         policy = self.policy if isinstance(self.policy, Policy) else blank_policy(self.policy, self.seed)
-        made(state, policy, ShardedLearner, state.ranks, **self.how)
+        made(state, policy, self.digest, ShardedLearner, state.ranks, **self.how)
 
 
-def made(state: RankState, policy: Policy, make: Callable[..., L], *given: Any, **how: Any) -> L:
+def made(state: RankState, policy: Policy, digest: str, make: Callable[..., L], *given: Any, **how: Any) -> L:
     """The learner of a rank, as `make` makes it, in its state."""
     state.mould = Mould(policy)
-    blank = isinstance(policy, BlankPolicy)
-    state.own = learner = read_rows(policy, state.ranks, make, *given, **how) if blank else make(policy, *given, **how)
+    if isinstance(policy, BlankPolicy):
+        learner = read_rows(policy, state.ranks, make, *given, digest=digest, **how)
+    else:
+        learner = make(policy, *given, **how)
+    state.own = learner
     return learner
 
 
@@ -161,7 +166,8 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
     """
     how = {"gradient_checkpointing": run.model.checkpointing}
     given = here(run.model) if lead.by_rows else policy
-    start = RankStart(given, run.seed, torch.get_num_threads(), run.deterministic, run.fault, how)
+    digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.by_rows else ""
+    start = RankStart(given, run.seed, torch.get_num_threads(), run.deterministic, run.fault, digest, how)
     try:
         sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
     except Exception as error:
@@ -170,13 +176,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
         ) from error
     with lead.ordered("build the learner", (begin_rank, (sent,))):
         mine = blank_policy(run.model, run.seed) if lead.by_rows else policy
-        learner = made(lead.state, mine, LeadLearner, lead, **how)
-    if lead.by_rows and learner.fingerprint() != fingerprint(policy.numbers(named_tensors(policy.module))):
-        raise InvariantError(
-            f"the rows that the ranks have read of {run.model.path} are not those of the model that rank 0 sees there:"
-            " give every machine the same files, and change none while they are read"
-        )
-    return learner
+        return made(lead.state, mine, digest, LeadLearner, lead, **how)
 
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:

@@ -25,8 +25,8 @@ def prove_layers(
     own: dict[str, nn.Parameter],
     ranks: Ranks,
 ) -> None:
-    """Compare hidden states and gradients of fused layers with those of the model's own. Every rank calls it. Leaves no
-    gradient.
+    """Compare hidden states, and gradients of the first layer, of fused layers with those of the model's own. Every
+    rank calls it. Leaves no gradient.
 
     Args:
         inside: runs a function where weights are whole.
@@ -37,7 +37,9 @@ def prove_layers(
     """
     if not isinstance(out, FusedReadOut):
         return
-    found = [_computed(read, inside, own) for read in (out, read_out(module))]
+    ids = {id(p) for p in out.layers[0].parameters()}
+    first = {name for name, p in module.named_parameters() if id(p) in ids}
+    found = [_computed(read, inside, own, first) for read in (out, read_out(module))]
     apart = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*found, strict=True)]
     size = [float(b.abs().max()) if len(b) else 0.0 for b in found[1]]
     table = ranks.every((apart[0], size[0], max(apart[1:], default=0.0), max(size[1:], default=0.0)))
@@ -55,15 +57,16 @@ def _badness(x: float) -> float:
     return x if math.isfinite(x) else math.inf
 
 
-def _computed(read: ReadOut, inside: Callable[..., Any], own: dict[str, nn.Parameter]) -> list[Tensor]:
-    """Hidden states of one sequence, and the gradients of one weighted sum of them: this rank's parts."""
+def _computed(read: ReadOut, inside: Callable[..., Any], own: dict[str, nn.Parameter], kept: set[str]) -> list[Tensor]:
+    """Hidden states of one sequence, and the gradients of these weights, as far as they train, of one weighted sum of
+    them: this rank's parts."""
     at = torch.arange(CANARY)
     with torch.enable_grad():
         hidden = inside(lambda: read.hidden(at * 7919 % read.weight.shape[0], at, PackedLayout([CANARY])))
         if hidden.requires_grad:
             by = torch.arange(hidden.numel(), dtype=hidden.dtype).sin().view_as(hidden)
             (hidden * by).sum().backward()
-    gradients = [torch.zeros(0) if p.grad is None else p.grad.detach().clone() for p in own.values()]
+    gradients = [torch.zeros(0) if p.grad is None else p.grad for name, p in own.items() if name in kept]
     for p in own.values():
         p.grad = None
     return [hidden.detach(), *gradients]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from posttrain.core.adapter import check_frozen
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.machine import freed_at_once
 from posttrain.core.ranks import check_same
 from posttrain.core.run import Model
@@ -36,7 +36,7 @@ from posttrain.engine.sharded_cut import remade
 from posttrain.engine.silence import silence
 from posttrain.engine.stops import resolve_stops
 
-L = TypeVar("L")
+L = TypeVar("L", bound=ShardedLearner)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -118,17 +118,29 @@ def load_by_rows(
     return read_rows(blank_policy(model, seed, most), ranks, ShardedLearner, ranks, **how)
 
 
-def read_rows(policy: BlankPolicy, ranks: ProcessRanks, make: Callable[..., L], *given: Any, **how: Any) -> L:
+def read_rows(
+    policy: BlankPolicy, ranks: ProcessRanks, make: Callable[..., L], *given: Any, digest: str = "", **how: Any
+) -> L:
     """The learner of one rank over a policy without memory, as `make(policy, ...)` makes it. Every rank calls it.
 
     Args:
         given: what `make` takes after the policy, such as the ranks.
+        digest: the fingerprint of the model where it is known. All ranks together must have read that.
+
+    Raises:
+        InvariantError: the ranks see different files, or have read another model.
     """
     check_same(
         ranks, policy.files.digest, "weight files", "Give every rank the same model: copy its directory to each machine"
     )
     with freed_at_once():  # what the passes of the checks free is several times a rank's rows
-        return make(policy, *given, fill=policy.files.fill, prove=_prove, **how)
+        learner = make(policy, *given, fill=policy.files.fill, prove=_prove, **how)
+        if digest and learner.fingerprint() != digest:
+            raise InvariantError(
+                f"the rows that the ranks have read in {policy.files.folder} are not those of the model that rank 0 has"
+                " read there: give every machine the same files, and change none while they are read"
+            )
+    return learner
 
 
 def _prove(policy: Policy) -> None:
