@@ -21,10 +21,10 @@ from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.precision import ScaleCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.watch import checks_of
+from posttrain.controller.lead_learner import LeadLearner
 from posttrain.controller.parts import RunParts
 from posttrain.controller.rank_checks import rank_observers
 from posttrain.controller.rank_lead import (
-    LeadLearner,
     LeadReference,
     RankLead,
     lead_optimizer,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.controller.rank_lead import LeadLearner, LeadReference
+from posttrain.controller.lead_learner import OrderedLearner
+from posttrain.controller.rank_lead import LeadReference
 from posttrain.core.adapter import Lora
 from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
@@ -146,6 +147,6 @@ def test_rank_0_orders_whatever_reads_whole_weights() -> None:
     codes = {n: getattr(f, "__code__", None) for n, f in vars(ShardedLearner).items()}
     read = {n for n, code in codes.items() if code is not None and {"_together", "_divided"} & {*code.co_names}}
     assert {"score", "packed_score", "entropy"} <= read
-    assert read | {"shards", "fingerprint", "forward", "adapter"} <= vars(LeadLearner).keys()
+    assert read | {"shards", "fingerprint", "forward", "adapter"} <= vars(OrderedLearner).keys()
     kept = {n for n in vars(FrozenScorer) if not n.startswith("_")}
     assert kept <= vars(LeadReference).keys() and kept <= vars(ShardedReference).keys()

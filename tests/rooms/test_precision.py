@@ -20,7 +20,6 @@ from posttrain.api import overrides
 from posttrain.checks.precision import scale_was_checked
 from posttrain.core import reader
 from posttrain.core.adapter import Lora
-from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.run import Optimizer, Run
@@ -138,9 +137,8 @@ def test_a_run_cut_behind_an_overflow_has_the_record_of_one_never_cut(
         self.value, self.good = value, good
 
     monkeypatch.setattr(LossScale, "__init__", first)
-    env = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 1}, heldout=6)  # few prompts, which come again
     run = in_type(only_rl(tiny_run(prompts=8, steps=4)), "float16")
-    run = replace(run, env=env, model=replace(run.model, lora=lora), keep_checkpoints=9)
+    run = replace(run, model=replace(run.model, lora=lora), keep_checkpoints=9)
     posttrain.run(run, out=tmp_path / "whole", quiet=True)
     overflowed = [s.index for s in reader.steps(tmp_path / "whole") if "optim/overflowed" in s.gauges]
     assert overflowed and overflowed[0] == 1
