@@ -11,6 +11,7 @@ from posttrain.controller import rank_state as together
 from posttrain.controller.rank_lead import RankLead
 from posttrain.core.engines import Embedded
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.over_ranks import Cut
 from posttrain.core.placement import Local, Ray
 from posttrain.core.run import Model, Run
 from posttrain.engine.saved_adapter import saved_adapter
@@ -29,7 +30,7 @@ def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[
     `lead.by_rows`."""
     if run.model.path is None:
         return None, ()
-    if why := _why_whole(run):
+    if why := _why_whole(run, lead.parallel):
         return None, (f"note: {SENT}: {why}",)
     try:
         blank = blank_policy(run.model, run.seed)
@@ -48,7 +49,7 @@ def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[
     return None if local else blank, (f"each rank reads its rows of {run.model.path}; whole copies: {who}",)
 
 
-def _why_whole(run: Run) -> str:
+def _why_whole(run: Run, parallel: Cut) -> str:
     """Why rows cannot be read, as far as the settings tell; '' where they can."""
     path = run.model.path or ""
     if not Path(path).expanduser().is_dir():
@@ -57,6 +58,8 @@ def _why_whole(run: Run) -> str:
         return f"model={path} is the folder of a run"
     if saved_adapter(path) is not None:
         return f"model={path} is an adapter"
+    if parallel != "rows":
+        return f"--parallel {parallel} cuts whole layers, of which no rank reads rows"
     if run.model.trust_remote_code:
         return "model.trust_remote_code=true, and code of the model's own may build it as it likes"
     if not isinstance(run.engine, Embedded):

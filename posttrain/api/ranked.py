@@ -21,7 +21,7 @@ from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.precision import ScaleCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.watch import checks_of
-from posttrain.controller.lead_learner import LeadLearner
+from posttrain.controller.lead_learner import LeadLearner, LeadTensorLearner
 from posttrain.controller.parts import RunParts
 from posttrain.controller.rank_checks import rank_observers
 from posttrain.controller.rank_lead import (
@@ -30,27 +30,33 @@ from posttrain.controller.rank_lead import (
     lead_optimizer,
     lead_trainer,
 )
-from posttrain.controller.rank_state import RankState
+from posttrain.controller.rank_state import RankLearner, RankState
 from posttrain.controller.rank_worker import work
 from posttrain.core import seeds
 from posttrain.core.errors import EngineError
 from posttrain.core.lifetime import ending_with_parent
 from posttrain.core.machine import cores
-from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
+from posttrain.core.over_ranks import Cut, RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
 from posttrain.core.run import Model, Run
 from posttrain.engine import attention
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.rank_orders import END, HERE, LONG, RankLost, Store, met
 from posttrain.engine.rank_processes import RankProcesses
-from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded import ShardedLearner, refuse_ranks
 from posttrain.engine.sharded_load import BlankPolicy, blank_policy, read_rows
 from posttrain.engine.sharded_reference import Mould
+from posttrain.engine.tensor_parallel import TensorLearner, columns_and_rows
 
-L = TypeVar("L", bound=ShardedLearner)
+L = TypeVar("L", bound=RankLearner)
 
 WORKER = "posttrain.controller.rank_worker"
 LAUNCHER = "the process of torchrun"
+LEARNERS: dict[Cut, tuple[Any, Any]] = {
+    "rows": (LeadLearner, ShardedLearner),
+    "tensor": (LeadTensorLearner, TensorLearner),
+}
+"""How ranks share a model: the learner of rank 0, and of another one."""
 ROWS = (UpdateCheck, FrozenCheck)
 """The checks that every rank makes of its own rows."""
 PLANTED = ExitStack()
@@ -69,6 +75,7 @@ class RankStart:
     fault: str | None
     digest: str
     """Of the weights, where each rank reads its rows."""
+    parallel: Cut
     how: Mapping[str, Any]
     """Further arguments of the learner."""
 
@@ -78,7 +85,7 @@ class RankStart:
         PLANTED.enter_context(faults.planted(self.fault))
         torch.manual_seed(seeds.torch_seed(self.seed, "torch"))
         policy = self.policy if isinstance(self.policy, Policy) else blank_policy(self.policy, self.seed)
-        made(state, policy, self.digest, ShardedLearner, state.ranks, **self.how)
+        made(state, policy, self.digest, LEARNERS[self.parallel][1], state.ranks, **self.how)
 
 
 def made(state: RankState, policy: Policy, digest: str, make: Callable[..., L], *given: Any, **how: Any) -> L:
@@ -124,7 +131,7 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
         except RuntimeError as error:
             why = processes.gone() if processes is not None else ""
             raise RankLost(f"the ranks did not meet: {why or error}. Nothing was begun: start again") from error
-        lead = RankLead(ranks, store, processes)
+        lead = RankLead(ranks, store, processes, options.parallel)
         closing.callback(lead.close)
         yield lead
 
@@ -157,7 +164,15 @@ def rank_threads(run: Run, options: RankOptions) -> int:
     return run.threads or max(1, cores() // here)
 
 
-def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
+def refuse_policy(policy: Policy, lead: RankLead, blank: bool) -> None:
+    """ConfigError for a model that ranks cannot share as they are asked to."""
+    if lead.parallel == "tensor":
+        columns_and_rows(policy, lead.ranks.world)
+    else:
+        refuse_ranks(policy, blank)
+
+
+def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner | LeadTensorLearner:
     """A learner on every rank. It cuts the weights of the policy in place, or each rank reads its rows of them.
 
     Raises:
@@ -167,7 +182,9 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
     how = {"gradient_checkpointing": run.model.checkpointing}
     given = here(run.model) if lead.by_rows else policy
     digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.by_rows else ""
-    start = RankStart(given, run.seed, torch.get_num_threads(), run.deterministic, run.fault, digest, how)
+    start = RankStart(
+        given, run.seed, torch.get_num_threads(), run.deterministic, run.fault, digest, lead.parallel, how
+    )
     try:
         sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
     except Exception as error:
@@ -176,7 +193,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
         ) from error
     with lead.ordered("build the learner", (begin_rank, (sent,))):
         mine = blank_policy(run.model, run.seed) if lead.by_rows else policy
-        return made(lead.state, mine, digest, LeadLearner, lead, **how)
+        return made(lead.state, mine, digest, LEARNERS[lead.parallel][0], lead, **how)
 
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:

@@ -16,7 +16,7 @@ from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
 from posttrain.api.lineage import began_with, write_lineage
 from posttrain.api.proofs import prove_start
-from posttrain.api.ranked import leading, over_ranks, rank_threads
+from posttrain.api.ranked import leading, over_ranks, rank_threads, refuse_policy
 from posttrain.api.request import RunRequest
 from posttrain.api.role_table import RoleWatch
 from posttrain.api.summary import conclude, planted_lines
@@ -44,7 +44,6 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.engine.pool.engine_pool import EnginePool
-from posttrain.engine.sharded import refuse_ranks
 from posttrain.role.weights import load_weights
 
 
@@ -147,8 +146,8 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     lead = cleanup.enter_context(leading(run, request.ranks))
     blank, reading = choose_reading(run, lead) if lead is not None else (None, ())
     policy = session_policy(request, blank)
-    if over:
-        refuse_ranks(policy, blank is not None)
+    if lead is not None:
+        refuse_policy(policy, lead, blank is not None)
     notes = (*request.notes, *reading)
     if book is None:
         folder = request.out or new_folder(Path("runs"), run.recipe)

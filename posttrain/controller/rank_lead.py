@@ -21,6 +21,7 @@ from posttrain.controller.rank_state import RankState
 from posttrain.controller.rank_worker import EXCHANGE, Proceed, StepOrder, of_exchange
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.gauge import Gauges
+from posttrain.core.over_ranks import Cut
 from posttrain.core.stage import Optimizer
 from posttrain.core.types import Top
 from posttrain.engine.optimizer import StageOptimizer
@@ -47,7 +48,9 @@ class RankLead:
         processes: the other ranks, where this process has started them; None: somebody else did, such as torchrun.
     """
 
-    def __init__(self, ranks: ProcessRanks, store: Store, processes: RankProcesses | None = None) -> None:
+    def __init__(
+        self, ranks: ProcessRanks, store: Store, processes: RankProcesses | None = None, parallel: Cut = "rows"
+    ) -> None:
         self.ranks, self.state = ranks, RankState(ranks)
         self._orders, self._processes = RankOrders(ranks, store), processes
         self._inside = 0
@@ -59,6 +62,8 @@ class RankLead:
         self.dropped: list[int] = []
         """References that nobody reads any more."""
         self._number = 0
+        self.parallel: Cut = parallel
+        """How ranks share the model."""
         self.by_rows = False
         """Whether each rank reads its own rows of the model."""
 
@@ -240,7 +245,7 @@ class LeadTrainer(Trainer):
 def lead_trainer(lead: RankLead, optimizer: Any, micro_tokens: int, version: int) -> LeadTrainer:
     """A trainer on every rank."""
     with lead.ordered("make trainer", (together.make_trainer, (micro_tokens, version))):
-        made = LeadTrainer(lead.state.learner, optimizer, micro_tokens, version, ranks=lead.ranks)
+        made = LeadTrainer(lead.state.learner, optimizer, micro_tokens, version, ranks=lead.state.sharing)
     made.lead, lead.state.trained = lead, made
     return made
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from posttrain.core.batch import Packed
 from posttrain.core.ports import Reference
 from posttrain.core.types import Top
+from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.reference import AdapterOff, begins
@@ -49,6 +50,8 @@ def rows_now(learner: ShardedLearner) -> Filler:
 
 class ShardedReference:
     """`core.ports.Reference` of one rank. Every rank calls the same methods with the same tokens."""
+
+    _held: HFLearner
 
     def __init__(self, learner: ShardedLearner, mould: Mould, ranks: ProcessRanks) -> None:
         self._held = ShardedLearner(mould.blank(), ranks, fill=rows_now(learner))
