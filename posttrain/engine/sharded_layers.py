@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.errors import EngineError
 from posttrain.core.ranks import Ranks
-from posttrain.engine.attention import PackedLayout
+from posttrain.engine.attention import PackedLayout, using
 from posttrain.engine.readout import ReadOut, read_out
 from posttrain.engine.training_layers import BOUND, CANARY, FusedReadOut
 
@@ -37,9 +38,16 @@ def prove_layers(
     """
     if not isinstance(out, FusedReadOut):
         return
-    ids = {id(p) for p in out.layers[0].parameters()}
-    first = {name for name, p in module.named_parameters() if id(p) in ids}
-    found = [_computed(read, inside, own, first) for read in (out, read_out(module))]
+    asked = dict[str, Any]()
+    hook = out.layers[0].register_forward_pre_hook(
+        lambda layer, given, named: asked.update(given=given, named=named), with_kwargs=True
+    )
+    try:
+        found = [[_states(read, inside)] for read in (out, read_out(module))]
+    finally:
+        hook.remove()
+    for parts, replaced in zip(found, (True, False), strict=True):
+        parts += _gradients(out, inside, own, asked, replaced)
     apart = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*found, strict=True)]
     size = [float(b.abs().max()) if len(b) else 0.0 for b in found[1]]
     table = ranks.every((apart[0], size[0], max(apart[1:], default=0.0), max(size[1:], default=0.0)))
@@ -57,16 +65,30 @@ def _badness(x: float) -> float:
     return x if math.isfinite(x) else math.inf
 
 
-def _computed(read: ReadOut, inside: Callable[..., Any], own: dict[str, nn.Parameter], kept: set[str]) -> list[Tensor]:
-    """Hidden states of one sequence, and the gradients of these weights, as far as they train, of one weighted sum of
-    them: this rank's parts."""
+@torch.no_grad()
+def _states(read: ReadOut, inside: Callable[..., Any]) -> Tensor:
+    """Hidden states of one sequence, of all layers."""
     at = torch.arange(CANARY)
+    return inside(lambda: read.hidden(at * 7919 % read.weight.shape[0], at, PackedLayout([CANARY])))
+
+
+def _gradients(
+    out: FusedReadOut, inside: Callable[..., Any], own: dict[str, nn.Parameter], asked: dict[str, Any], replaced: bool
+) -> list[Tensor]:
+    """What the first layer makes of what it was given, and the gradients of one weighted sum of it: this rank's parts.
+    A pass of all layers would need the gradients of all."""
+
+    def layer() -> Tensor:
+        with using(PackedLayout([CANARY])), out.replaced() if replaced else nullcontext():
+            made = out.layers[0](*asked["given"], **asked["named"])
+        return made[0] if isinstance(made, tuple) else made
+
     with torch.enable_grad():
-        hidden = inside(lambda: read.hidden(at * 7919 % read.weight.shape[0], at, PackedLayout([CANARY])))
-        if hidden.requires_grad:
-            by = torch.arange(hidden.numel(), dtype=hidden.dtype).sin().view_as(hidden)
-            (hidden * by).sum().backward()
-    gradients = [torch.zeros(0) if p.grad is None else p.grad for name, p in own.items() if name in kept]
+        made = inside(layer)
+        if made.requires_grad:
+            by = torch.arange(made.numel(), dtype=made.dtype).sin().view_as(made)
+            (made * by).sum().backward()
+    gradients = [p.grad for p in own.values() if p.grad is not None]
     for p in own.values():
         p.grad = None
-    return [hidden.detach(), *gradients]
+    return [made.detach(), *gradients]

@@ -169,7 +169,7 @@ class FusedReadOut(ReadOut):
         weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
         if any(w.dtype != torch.float32 for w in weights) or any(_is_another(layer) for layer in self.layers):
             return super()._run(ids, positions, layout)
-        with self._replaced():
+        with self.replaced():
             return super()._run(ids, positions, layout)
 
     @property
@@ -178,7 +178,8 @@ class FusedReadOut(ReadOut):
         return decoder.layers
 
     @contextmanager
-    def _replaced(self) -> Iterator[None]:
+    def replaced(self) -> Iterator[None]:
+        """Inside, the modules have these methods."""
         for part, method in self.methods:
             part.__dict__["forward"] = method
         try:
