@@ -182,9 +182,8 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner | Lead
     how = {"gradient_checkpointing": run.model.checkpointing}
     given = here(run.model) if lead.by_rows else policy
     digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.by_rows else ""
-    start = RankStart(
-        given, run.seed, torch.get_num_threads(), run.deterministic, run.fault, digest, lead.parallel, how
-    )
+    told = (run.seed, torch.get_num_threads(), run.deterministic, run.fault, digest, lead.parallel, how)
+    start = RankStart(given, *told)
     try:
         sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
     except Exception as error:

@@ -27,6 +27,7 @@ from posttrain.engine.adapter import attach
 from posttrain.engine.adopt import REROUTED
 from posttrain.engine.checkpoint import read_skeleton
 from posttrain.engine.kept import GENERATION
+from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, prepared
 from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.row_files import RowFiles
@@ -36,7 +37,7 @@ from posttrain.engine.sharded_cut import remade
 from posttrain.engine.silence import silence
 from posttrain.engine.stops import resolve_stops
 
-L = TypeVar("L", bound=ShardedLearner)
+L = TypeVar("L", bound=HFLearner)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -52,6 +52,28 @@ REFUSED: dict[str, Callable[[Run], Run]] = {
 }
 
 
+COLUMNS: dict[str, Callable[[Run], Run]] = {
+    "model.lora is set": changed(lora=Lora(rank=2)),
+    "Set model.dtype=float32": changed(dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("words", COLUMNS)
+def test_what_columns_and_rows_cannot_do_is_refused_by_name(words: str) -> None:
+    run = COLUMNS[words](tiny_run())
+    check_ranks(run, TWO)
+    with pytest.raises(ConfigError, match="--parallel tensor") as found:
+        check_ranks(run, RankOptions(nproc=2, parallel="tensor"))
+    assert words in str(found.value)
+
+
+def test_copies_are_of_rows_alone() -> None:
+    with pytest.raises(ConfigError, match="Leave out --replicas"):
+        RankOptions(nproc=4, replicas=2, parallel="tensor")
+    with pytest.raises(ConfigError, match="--parallel pipeline: must be one of rows, tensor"):
+        RankOptions(nproc=4, parallel="pipeline")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_not_built_is_refused_by_name(words: str) -> None:
     run = REFUSED[words](tiny_run())
