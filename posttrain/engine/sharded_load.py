@@ -48,8 +48,9 @@ class BlankPolicy(Policy):
 
     def numbers(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Each weight is read when it is asked for, so one is in memory at a time."""
-        for name, tensor in tensors:
-            yield name, self.files.whole(self.module, name, tensor) if tensor.is_meta else tensor
+        with freed_at_once():
+            for name, tensor in tensors:
+                yield name, self.files.whole(self.module, name, tensor) if tensor.is_meta else tensor
 
     def describe(self) -> tuple[str, ...]:
         first, *others = super().describe()
