@@ -75,7 +75,7 @@ def silent_on_all_ranks(
 def silent_in_parts(
     learner: TensorLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> list[str]:
-    """The parameters of which no rank's part gets a gradient, where layers are cut by columns and rows and each rank
+    """The parameters of which some rank's part gets no gradient, where layers are cut by columns and rows and each rank
     computes all tokens. Every rank calls it with the same tokens.
 
     Raises:
@@ -91,9 +91,9 @@ def silent_in_parts(
         if deaf := [n for n in head if n not in heads or not bool(heads[n].any())]:
             raise InvariantError(DEAF.format(", ".join(deaf)))
     own = {n: bool(g.any()) for n, g in found.items()}
-    heard = {n for one in learner.holders.every(own) for n, any_there in one.items() if any_there}
+    table = learner.holders.every(own)
     summed_once(learner, packed, parameters, found)
-    return [n for n in parameters if n not in heard]
+    return [n for n in parameters if not all(one.get(n, False) for one in table)]
 
 
 def _taken(parameters: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ FAULTS: dict[str, tuple[Callable[[int], Any], str]] = {
     "summed twice": (lambda rank: _given(lambda g: 2 * g), "was averaged over ranks, summed twice"),
     "the part of a rank is lost": (
         lambda rank: _given(lambda g: g * (rank != 1)),
-        "was averaged over ranks, summed twice, or lacks a rank's part",
+        "get no gradient from the log-probs that they change",
     ),
     "norms of heads are not summed": (
         lambda rank: patch.object(TensorLearner, "_summed", lambda self, gradient: gradient),
