@@ -1,4 +1,4 @@
-"""The beginning of a run over four ranks in a process of its own, and the most memory that each of its processes had, as a program:
+"""The beginning of a run over four ranks, and the most memory that each of its processes had, as a program:
 `python -m tests.rank_memory FOLDER MODEL rows|whole local|processes` prints bytes as JSON."""
 
 from __future__ import annotations

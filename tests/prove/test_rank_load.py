@@ -85,10 +85,10 @@ def test_files_that_change_while_they_are_read_are_found(tmp_path: Path, monkeyp
         main.run(run, out=tmp_path / "run", quiet=True, nproc=2)
 
 
-def test_no_rank_has_a_whole_copy_until_it_trains(tmp_path: Path) -> None:
-    """Beyond what the same run of a small model needs: of a whole model a rank needs less than one copy until its
-    learner stands, and one that is sent the model several. Rank 0 needs the copy of its engine beside, and without one
-    no more than the others."""
+def test_ranks_that_read_rows_need_less_memory(tmp_path: Path) -> None:
+    """Beyond what the same run of a small model needs: a rank that reads rows needs, with the checks at load, less than
+    half of what one needs that is sent the model, which has several copies at once. Rank 0 needs the copy of its engine
+    beside, and without one no more than the others."""
     for size in ("wide", "small"):
         saved(tmp_path, size)
     whole = sum(p.stat().st_size for p in (tmp_path / "wide").glob("*.safetensors"))
@@ -100,6 +100,8 @@ def test_no_rank_has_a_whole_copy_until_it_trains(tmp_path: Path) -> None:
             found[f"{how}, {placement}"] = [a - b for a, b in zip(wide, small, strict=True)]
     for word, more in found.items():
         print(f"{whole / 1e6:.0f} MB over {RANKS} ranks, {word}: {[round(x / 1e6) for x in more]} MB")
-    assert max(found["rows, local"][1:]) < whole and max(found["rows, processes"]) < whole
-    assert found["rows, local"][0] < 2.5 * whole
-    assert min(found["whole, local"][1:]) > 1.5 * whole
+    sent = min(found["whole, local"][1:])
+    assert sent > 2 * whole
+    for more in (found["rows, local"][1:], found["rows, processes"]):
+        assert max(more) < 1.25 * whole and max(more) < sent / 2
+    assert found["rows, local"][0] < max(found["rows, local"][1:]) + 2.25 * whole < found["whole, local"][0]
