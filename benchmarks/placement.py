@@ -145,9 +145,7 @@ def main_() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--staleness", type=int, default=1)
-    parser.add_argument(
-        "--epochs", type=int, default=EPOCHS, help="of a batch: more make learning take longer"
-    )
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="of a batch: more make learning take longer")
     parser.add_argument("--slots", type=int, default=SLOTS, help="answers said at once: fewer take longer")
     parser.add_argument("--side")
     asked = parser.parse_args()
