@@ -25,7 +25,7 @@ DOCS_VENV ?= .venv-docs
 # Ray brings 200 MB, so it has an environment of its own.
 RAY_VENV ?= .venv-ray
 
-.PHONY: run test test-vllm test-vllm-servers test-vllm-ahead vllm test-ray test-ray-kills test-ray-vllm prove parity docs test-docs lint everything landing clean
+.PHONY: run test test-vllm test-vllm-servers test-vllm-ahead test-vllm-workers vllm test-ray test-ray-kills test-ray-vllm prove parity docs test-docs lint everything landing clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -36,7 +36,11 @@ test: $(VENV)/dev.stamp
 
 # The conformance suite on vLLM, in process and as a server; the same files that `make test` runs on the embedded engine.
 # Then the Triton kernels by Triton's interpreter: this environment has triton.
-test-vllm: $(VLLM_VENV)/vllm.stamp
+test-# One vLLM of two workers, in process, as a server and under placement=processes: each worker wants a core.
+test-vllm-workers: $(VLLM_VENV)/vllm.stamp
+	$(ON_VLLM) tests/conformance/test_vllm_workers.py
+
+vllm: $(VLLM_VENV)/vllm.stamp
 	$(ON_VLLM) $(addprefix tests/conformance/test_,contract.py many.py versions.py architectures.py)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q -rs tests/rooms/test_triton_tiles.py
 
