@@ -38,7 +38,7 @@ test: $(VENV)/dev.stamp
 # Then the Triton kernels by Triton's interpreter: this environment has triton.
 test-# One vLLM of two workers, in process, as a server and under placement=processes: each worker wants a core.
 test-vllm-workers: $(VLLM_VENV)/vllm.stamp
-	$(ON_VLLM) tests/conformance/test_vllm_workers.py
+	$(ON_VLLM) $(addprefix tests/conformance/test_vllm_,workers.py cut.py)
 
 vllm: $(VLLM_VENV)/vllm.stamp
 	$(ON_VLLM) $(addprefix tests/conformance/test_,contract.py many.py versions.py architectures.py)
