@@ -56,7 +56,7 @@ def of_workers(engine: Any) -> list[dict[str, int]]:
 async def measured(size: str, workers: int, pushes: int, slots: int, tokens: int) -> dict[str, Any]:
     policy = load_policy(SIZES[size], None, 0)
     policy = replace(policy, module=policy.module.eval())
-    learner = HFLearner(policy)
+    learner, without = HFLearner(policy), memory()
     begun = time.perf_counter()
     engine = VLLMEngine(policy, slots=slots, cache_bytes=GIB // 4, eager=True, workers=workers)
     start = time.perf_counter() - begun
@@ -84,6 +84,7 @@ async def measured(size: str, workers: int, pushes: int, slots: int, tokens: int
         "start": round(start, 1),
         "push": [round(s, 3) for s in seconds],
         "tokens_a_second": [round(r) for r in rates],
+        "memory_without_engine": without,
         "memory_before": empty,
         "memory_after_pushes": pushed,
         "memory_at_the_end": of_workers(engine),

@@ -314,8 +314,8 @@ def test_a_program_is_not_run_again_by_its_workers_and_takes_them_with_it(tmp_pa
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 SMALL = (
-    *("sft.steps=3", "sft.batch=8", "rl.steps=2", "rl.prompts=4", "rl.group=2", "rl.eval_every=0"),
-    *("env.demos=32", "env.heldout=8", "env.eval_size=8", "env.max_terms=2", "rl.checkpoint_every=0"),
+    *("rl.prompts=2", "rl.siblings=4", "rl.sampling.max_tokens=6", "evaluation.samples=1", "env.heldout=2"),
+    *("rl.eval_every=0", "rl.steps=3", "slots=8", "threads=1", "rl.optimizer.warmup=0"),
     *("engine=vllm", "engine.eager=true", "engine.cache_gib=0.05", "engine.workers=2"),
     *("model.hidden=64", "model.heads=2", "model.kv_heads=1"),  # vLLM for CPU attends with heads of 32 and more
 )
