@@ -82,7 +82,8 @@ def deaf(worker: Any) -> None:
     add = runner.add_lora
 
     def keeps(request: Any) -> Any:
-        stacks = [t for m in layers for n in ("lora_a_stacked", "lora_b_stacked") for t in (getattr(m, n, None) or ())]
+        rooms = [getattr(m, n, ()) for m in layers for n in ("lora_a_stacked", "lora_b_stacked")]
+        stacks = [t for room in rooms for t in (room if isinstance(room, tuple) else (room,))]
         held = [t.clone() for t in stacks]
         added = add(request)
         for tensor, before in zip(stacks, held, strict=True):

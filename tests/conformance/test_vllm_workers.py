@@ -38,7 +38,6 @@ from posttrain.role.transport import whole_tensors
 from tests.conformance import subjects
 from tests.conformance.subjects import Subject, contract, segment
 from tests.conformance.test_server_life import alive, soon
-from tests.conformance.test_vllm_replaced import children
 
 pytestmark = pytest.mark.skipif(
     not {"vllm", "vllm-server"} & set(subjects.ENGINES), reason="needs vLLM: make test-vllm-workers"
@@ -277,24 +276,35 @@ def worker_ids(engine: Any) -> list[int]:
 
 
 PROGRAM = """
-import sys
+import asyncio, sys
 from tests.conformance import subjects
+from tests.conformance.test_vllm_workers import worker_ids
 from posttrain.engine.vllm.inprocess import VLLMEngine
 print("begun", flush=True)
-engine = VLLMEngine(subjects.new_policy(), slots=2, cache_bytes=1 << 24, eager=True, workers=2)
-print("built", flush=True)
+policy = subjects.new_policy()
+engine = VLLMEngine(policy, slots=8, cache_bytes=1 << 24, eager=True, workers=2)
+subject = subjects.Subject("mine", engine, policy, subjects.HFLearner(policy), *[lambda: None] * 4)
+print("workers", *worker_ids(engine), flush=True)
+async def main():
+    await subject.publish(1)
+    print("says", flush=True)
+    while sys.argv[1] == "busy":
+        await subject.say([subject.ids("x")] * 8, subjects.contract(max_tokens=150))
+asyncio.run(main())
 sys.stdin.read()
 """
 """A user's program without `if __name__ == "__main__"`: workers must not run it again."""
 
 
-def test_a_program_is_not_run_again_by_its_workers_and_takes_them_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_a_program_is_not_run_again_by_its_workers_and_takes_them_with_it(tmp_path: Path, state: str) -> None:
+    """Killed while it does nothing; and while its workers compute, with one of them, for which the other waits."""
     if "vllm" not in subjects.ENGINES:
         pytest.skip("another engine")
     (tmp_path / "mine.py").write_text(PROGRAM)
     root = Path(posttrain.__file__).parents[1]
     run = subprocess.Popen(
-        [sys.executable, str(tmp_path / "mine.py")],
+        [sys.executable, str(tmp_path / "mine.py"), state],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -302,10 +312,14 @@ def test_a_program_is_not_run_again_by_its_workers_and_takes_them_with_it(tmp_pa
     )
     assert run.stdout is not None
     lines = list[str]()
-    while "built" not in lines and (line := run.stdout.readline()):
+    while "says" not in lines and (line := run.stdout.readline()):
         lines.append(line.strip())
-    workers = children(run.pid)
-    assert lines.count("begun") == 1 and len(workers) >= 2, lines
+    assert len(lines) == 3 and lines[0] == "begun", lines
+    workers = [int(pid) for pid in lines[1].split()[1:]]
+    time.sleep(1)
+    assert len(workers) == 2 and all(alive(p) for p in workers)
+    if state == "busy":
+        os.kill(workers[0], signal.SIGKILL)
     run.send_signal(signal.SIGKILL)
     run.wait()
     assert soon(lambda: not any(alive(p) for p in workers))

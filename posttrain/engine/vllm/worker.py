@@ -12,8 +12,12 @@ Importing this module registers both. A server imports it because of `--worker-e
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
+import time
 from dataclasses import dataclass, field
+from multiprocessing import current_process, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from posttrain.engine.fingerprint import fingerprints
 from posttrain.engine.vllm.cuts import cut_of
+from posttrain.engine.vllm.launch import GRACE
 from posttrain.engine.vllm.parts import Part
 from posttrain.engine.vllm.start import BACKEND
 
@@ -298,3 +303,15 @@ def _multiplied(layer: Any) -> Tensor:
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, Direct)
+
+
+def _end_with(engine: Any) -> None:
+    """End this worker with the process of its engine. vLLM's worker looks for that between two calls only, and inside
+    of one it can spin for ever, where the worker that it waits for was killed too."""
+    engine.join()
+    time.sleep(GRACE)
+    os._exit(1)
+
+
+if current_process().name.startswith("VllmWorker") and (_engine := parent_process()) is not None:
+    threading.Thread(target=_end_with, args=(_engine,), name="looks for its engine", daemon=True).start()
