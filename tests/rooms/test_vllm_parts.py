@@ -15,7 +15,7 @@ from posttrain.core.errors import ConfigError, EngineError
 from posttrain.core.placement import Local, Processes, Ray, placement_refusals
 from posttrain.engine.fingerprint import digest_of, fingerprints
 from posttrain.engine.vllm import refuse
-from posttrain.engine.vllm.parts import Part, buckets, fingerprint_served, served
+from posttrain.engine.vllm.worker_parts import WorkerPart, buckets, fingerprint_served, served
 
 WHOLE = {
     "q": torch.arange(64.0).view(8, 8),
@@ -26,16 +26,16 @@ WHOLE = {
 }
 PARTS = [
     {
-        "q": Part(0, ((4 * w, 4 * w + 4),)),
-        "o": Part(1, ((4 * w, 4 * w + 4),)),
-        "k": Part(0, ((0, 4),)),  # fewer key-value heads than workers: both hold all of it
-        "fused": Part(0, ((2 * w, 2 * w + 2), (4 + 2 * w, 6 + 2 * w), (8 + 2 * w, 10 + 2 * w))),
+        "q": WorkerPart(0, ((4 * w, 4 * w + 4),)),
+        "o": WorkerPart(1, ((4 * w, 4 * w + 4),)),
+        "k": WorkerPart(0, ((0, 4),)),  # fewer key-value heads than workers: both hold all of it
+        "fused": WorkerPart(0, ((2 * w, 2 * w + 2), (4 + 2 * w, 6 + 2 * w), (8 + 2 * w, 10 + 2 * w))),
     }
     for w in range(2)
 ]
 
 
-def told(worker: int, holds: Mapping[str, Tensor], parts: Mapping[str, Part] | None = None) -> dict[str, Any]:
+def told(worker: int, holds: Mapping[str, Tensor], parts: Mapping[str, WorkerPart] | None = None) -> dict[str, Any]:
     """What a worker answers that has cut its parts out of these tensors."""
     cut = PARTS[worker] if parts is None else parts
     digests = fingerprints((n, cut[n].of(t) if n in cut else t) for n, t in holds.items())
@@ -77,11 +77,11 @@ def test_a_worker_that_holds_the_part_of_another_is_told() -> None:
 
 
 def test_rows_that_no_worker_holds_are_told() -> None:
-    gap = {**PARTS[1], "q": Part(0, ((5, 8),))}
+    gap = {**PARTS[1], "q": WorkerPart(0, ((5, 8),))}
     with pytest.raises(EngineError, match="no worker of vLLM serves some rows or columns of 'q'"):
         fingerprint_served([told(0, WHOLE), told(1, WHOLE, gap)], given())
     with pytest.raises(EngineError, match="'q'"):
-        fingerprint_served([told(0, WHOLE), told(1, WHOLE, {**PARTS[1], "q": Part(1, ((4, 8),))})], given())
+        fingerprint_served([told(0, WHOLE), told(1, WHOLE, {**PARTS[1], "q": WorkerPart(1, ((4, 8),))})], given())
     with pytest.raises(EngineError, match="'q'"):
         fingerprint_served([told(w, WHOLE, PARTS[0]) for w in range(2)], given())
 

@@ -18,11 +18,11 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from posttrain.engine.vllm.parts import Part
+from posttrain.engine.vllm.worker_parts import WorkerPart
 
 
 @dataclass(frozen=True)
-class Shard:
+class CutMatrix:
     """What this worker holds of one Hugging Face matrix."""
 
     total: int
@@ -36,14 +36,14 @@ class Cut:
     """How the layer's tensor is cut: rows (axis 0) or columns (1) of one matrix, or of several that are fused."""
 
     axis: int
-    shards: tuple[Shard, ...]
+    shards: tuple[CutMatrix, ...]
 
-    def part(self, index: int | None = None) -> Part:
+    def part(self, index: int | None = None) -> WorkerPart:
         """Of the fused matrix `index`, or of all as one matrix."""
         if index is not None:
-            return Part(self.axis, (_range(self.shards[index], 0),))
+            return WorkerPart(self.axis, (_range(self.shards[index], 0),))
         offsets = [sum(s.total for s in self.shards[:i]) for i in range(len(self.shards))]
-        return Part(self.axis, tuple(_range(s, o) for s, o in zip(self.shards, offsets, strict=True)))
+        return WorkerPart(self.axis, tuple(_range(s, o) for s, o in zip(self.shards, offsets, strict=True)))
 
     def place(self, index: int) -> tuple[int, int]:
         """(begin, end) of the fused matrix `index` in this worker's tensor."""
@@ -60,13 +60,13 @@ def cut_of(layer: Any, leaf: str) -> Cut | None:
     if isinstance(layer, VocabParallelEmbedding):
         at = layer.shard_indices
         begin, end = at.org_vocab_start_index, at.org_vocab_end_index
-        return _cut(layer.tp_size, 0, Shard(layer.org_vocab_size, begin, end - begin))
+        return _cut(layer.tp_size, 0, CutMatrix(layer.org_vocab_size, begin, end - begin))
     if not isinstance(layer, LinearBase) or isinstance(layer, ReplicatedLinear):
         return None
     rank, count = layer.tp_rank, layer.tp_size
     if isinstance(layer, RowParallelLinear):
         n = layer.input_size_per_partition
-        return _cut(count, 1, Shard(layer.input_size, rank * n, n)) if leaf == "weight" else None
+        return _cut(count, 1, CutMatrix(layer.input_size, rank * n, n)) if leaf == "weight" else None
     if isinstance(layer, QKVParallelLinear):
         own, kv = rank, rank // layer.num_kv_head_replicas
         sizes = [
@@ -74,20 +74,20 @@ def cut_of(layer: Any, leaf: str) -> Cut | None:
             (kv, layer.num_kv_heads, layer.total_num_kv_heads, layer.head_size),
             (kv, layer.num_kv_heads, layer.total_num_kv_heads, layer.v_head_size),
         ]
-        return _cut(count, 0, *[Shard(total * size, at * n * size, n * size) for at, n, total, size in sizes])
+        return _cut(count, 0, *[CutMatrix(total * size, at * n * size, n * size) for at, n, total, size in sizes])
     if isinstance(layer, MergedColumnParallelLinear):
-        return _cut(count, 0, *[Shard(n, rank * (n // count), n // count) for n in layer.output_sizes])
+        return _cut(count, 0, *[CutMatrix(n, rank * (n // count), n // count) for n in layer.output_sizes])
     if isinstance(layer, ColumnParallelLinear):
         n = layer.output_size_per_partition
-        return _cut(count, 0, Shard(layer.output_size, rank * n, n))
+        return _cut(count, 0, CutMatrix(layer.output_size, rank * n, n))
     raise LookupError(
         f"vLLM's {type(layer).__name__} is cut among workers in a way that is not known here: set engine.workers=1"
     )
 
 
-def _cut(count: int, axis: int, *shards: Shard) -> Cut | None:
+def _cut(count: int, axis: int, *shards: CutMatrix) -> Cut | None:
     return None if count == 1 else Cut(axis, shards)
 
 
-def _range(shard: Shard, offset: int) -> tuple[int, int]:
+def _range(shard: CutMatrix, offset: int) -> tuple[int, int]:
     return offset + shard.begin, offset + shard.begin + shard.size

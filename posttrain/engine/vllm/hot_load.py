@@ -22,8 +22,8 @@ from posttrain.engine.adapter import adapter_tensors, base_tensors, target_names
 from posttrain.engine.fingerprint import digest_of, fingerprints
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.saved_adapter import CONFIG, PREFIX, WEIGHTS, written_name
-from posttrain.engine.vllm.parts import served
 from posttrain.engine.vllm.requests import ReadBack
+from posttrain.engine.vllm.worker_parts import served
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM reserves memory."""

@@ -29,7 +29,6 @@ from posttrain.engine.endpoint import Endpoint
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm.contract import Answer, fields, said
 from posttrain.engine.vllm.hot_load import HotLoad, rank_for
-from posttrain.engine.vllm.parts import buckets, fingerprint_served
 from posttrain.engine.vllm.requests import (
     ClientCounters,
     ExpectedTensors,
@@ -39,6 +38,7 @@ from posttrain.engine.vllm.requests import (
     newer,
 )
 from posttrain.engine.vllm.start import limits
+from posttrain.engine.vllm.worker_parts import buckets, fingerprint_served
 
 ROLE = "rollout"
 START_ADVICE = (

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from posttrain.core.errors import EngineError
 from posttrain.engine.vllm.hot_load import HotLoad
-from posttrain.engine.vllm.parts import buckets, fingerprint_served
 from posttrain.engine.vllm.requests import ClientCounters, ExpectedTensors
 from posttrain.engine.vllm.start import memory_folder
+from posttrain.engine.vllm.worker_parts import buckets, fingerprint_served
 
 
 class Updates:

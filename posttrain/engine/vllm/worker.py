@@ -4,7 +4,7 @@
 safetensors file that both sides can read. `ServedWeights` is a worker extension. It recovers every tensor, under its
 Hugging Face name, from what the layers multiply with now. So the fingerprint is that of the served weights, not a
 copy of what was sent. One of several workers takes its part of each tensor (vLLM's own loader cuts it), and reads back
-that part; `parts` says how the whole is shown to be right.
+that part; `worker_parts` says how the whole is shown to be right.
 
 Importing this module registers both. A server imports it because of `--worker-extension-cls`.
 """
@@ -33,8 +33,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from posttrain.engine.fingerprint import fingerprints
 from posttrain.engine.vllm.cuts import cut_of
 from posttrain.engine.vllm.launch import GRACE
-from posttrain.engine.vllm.parts import Part
 from posttrain.engine.vllm.start import BACKEND
+from posttrain.engine.vllm.worker_parts import WorkerPart
 
 ROWS = 512
 """Rows of the identity matrix in one probe of a layer."""
@@ -151,7 +151,7 @@ class _TensorReader:
         self._zeros: dict[str, Tensor] = getattr(model, _ZEROS, {})
         self._heads = [m for m in self._modules.values() if isinstance(m, ParallelLMHead)]
         self._adapted = any(ADAPTER.fullmatch(name) for name in self._wanted)
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, WorkerPart] = {}
         """Of the tensors of which this worker holds a part."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -180,7 +180,7 @@ class _TensorReader:
             return self._modules.get(f"{parent}.{fused}"), shards.index(last)
         return module, None
 
-    def _adapter_part(self, name: str) -> Part | None:
+    def _adapter_part(self, name: str) -> WorkerPart | None:
         """A is cut where the layer's input is, B where its output is. None: this worker holds all of it."""
         named = ADAPTER.fullmatch(name)
         module, index = self._place(named[1]) if named else (None, None)
@@ -238,7 +238,7 @@ class _TensorReader:
             turned = type(self._model).__name__.startswith("GPT2") and plain.endswith(TRANSPOSED)
             if (cut := cut_of(module, leaf)) is not None:
                 part = cut.part()
-                self.parts[name] = Part(1 - part.axis, part.ranges) if turned else part
+                self.parts[name] = WorkerPart(1 - part.axis, part.ranges) if turned else part
                 shape = self.parts[name].shape(shape)
             whole = whole.t() if turned else whole
             return whole[: shape[0]] if hasattr(module, "org_vocab_size") else whole

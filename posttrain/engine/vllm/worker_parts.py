@@ -23,7 +23,7 @@ BUCKET = 256 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkerPart:
     """Ranges of one axis of a tensor, one after another."""
 
     axis: int
@@ -47,9 +47,9 @@ class Part:
         return [self.axis, [list(r) for r in self.ranges]]
 
     @staticmethod
-    def read(plain: Sequence[Any]) -> Part:
+    def read(plain: Sequence[Any]) -> WorkerPart:
         axis, ranges = plain
-        return Part(axis, tuple((begin, end) for begin, end in ranges))
+        return WorkerPart(axis, tuple((begin, end) for begin, end in ranges))
 
 
 def served(
@@ -67,7 +67,7 @@ def served(
     """
     if len(told) == 1:
         return dict(told[0]["digests"]), ""
-    parts = [{n: Part.read(p) for n, p in one["parts"].items()} for one in told]
+    parts = [{n: WorkerPart.read(p) for n, p in one["parts"].items()} for one in told]
     found, wrong = dict[str, str](), dict[int, list[str]]()
     wanted = [_wanted(one["digests"], own, sent, whole) for one, own in zip(told, parts, strict=True)]
     for name in told[0]["digests"]:
@@ -93,7 +93,7 @@ def fingerprint_served(told: Sequence[Mapping[str, Any]], given: Sequence[tuple[
 
 def _wanted(
     digests: Iterable[str],
-    parts: Mapping[str, Part],
+    parts: Mapping[str, WorkerPart],
     sent: Callable[[str], Tensor | None],
     whole: Mapping[str, str],
 ) -> dict[str, str]:
@@ -107,7 +107,7 @@ def _wanted(
     return {n: whole[n] for n in digests if n in whole and n not in parts} | fingerprints(cut())
 
 
-def _whole(parts: Sequence[Part | None], shape: Sequence[int]) -> bool:
+def _whole(parts: Sequence[WorkerPart | None], shape: Sequence[int]) -> bool:
     """Whether these parts, one for each worker, leave nothing of a tensor out. None: all of it."""
     if None in parts:
         return True
