@@ -18,8 +18,8 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Sampler
 from posttrain.core.preference_stage import OnlinePreference
 from posttrain.core.run import Run
-from posttrain.engine import compiled
-from posttrain.engine.embedded import EmbeddedEngine, native
+from posttrain.engine import compiled, native
+from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.mixture import Mixture
 from posttrain.engine.embedded.speculate import Draft, Lookup
 from posttrain.engine.endpoint import Endpoint, Patience
