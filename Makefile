@@ -25,7 +25,7 @@ DOCS_VENV ?= .venv-docs
 # Ray brings 200 MB, so it has an environment of its own.
 RAY_VENV ?= .venv-ray
 
-.PHONY: run test test-vllm test-vllm-servers test-vllm-ahead vllm test-ray test-ray-kills test-ray-vllm prove parity docs test-docs lint everything landing clean
+.PHONY: run test test-vllm test-vllm-servers test-vllm-ahead test-vllm-workers vllm test-ray test-ray-kills test-ray-vllm prove parity docs test-docs lint everything landing clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -48,6 +48,11 @@ test-vllm-servers: $(VLLM_VENV)/vllm.stamp
 # server among the engines of a run that is killed and replaced.
 test-vllm-ahead: $(VLLM_VENV)/vllm.stamp
 	$(ON_VLLM) tests/conformance/test_asked_ahead.py tests/conformance/test_vllm_replaced.py
+
+# One vLLM of two workers, in process, as a server and under placement=processes: each worker wants a core.
+# By hand: CI has no time left for it.
+test-vllm-workers: $(VLLM_VENV)/vllm.stamp
+	$(ON_VLLM) $(addprefix tests/conformance/test_vllm_,workers.py cut.py)
 
 vllm: $(VLLM_VENV)/vllm.stamp
 

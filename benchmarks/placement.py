@@ -13,7 +13,7 @@ answers that it takes apart and judges. Its clock counts these as `rollout`, wit
 rollout* is the step without both. With both at work all the time a step takes max(ask, learn); idle is what is left of
 a step, and *no turn* the share of it in which the engine had nothing to say. *Disturbed* is the larger share of a step
 in which one of the two was ready to compute and had no core, since others had it: idle shares hold that time too.
-`EPOCHS` balances the two.
+`EPOCHS` and `SLOTS` balance the two.
 
 With `placement.cores=1` the engine keeps to the last core, and the learner to the first. The last side also has
 `placement.environments=1`: episodes are played in a third process, on the engine's core.
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results" / "placement.json"
 SIDES = ("one process, 1 core", "one process, 2 cores", "two processes, 1 core each", "episodes beside the engine")
-EPOCHS = 1
-"""Of a batch, so that asking and learning take about equally long."""
+EPOCHS, SLOTS = 2, 20
+"""With these, asking and learning take about equally long."""
 WARM = 3
 """First steps of a side, and one at its end, that are left out."""
 
 
-def side(name: str, quick: bool, staleness: int = 1) -> dict[str, float]:
+def side(name: str, quick: bool, staleness: int = 1, epochs: int = EPOCHS, slots: int = SLOTS) -> dict[str, float]:
     """Seconds a step of one side; called in a process of its own."""
     from posttrain.api import main
     from posttrain.core import reader
@@ -69,7 +69,7 @@ def side(name: str, quick: bool, staleness: int = 1) -> dict[str, float]:
         siblings=8,
         steps=6 if quick else 14,
         staleness=staleness,
-        epochs=EPOCHS,
+        epochs=epochs,
         eval_every=0,
         checkpoint_every=0,
     )
@@ -79,7 +79,7 @@ def side(name: str, quick: bool, staleness: int = 1) -> dict[str, float]:
         env=Env(name="arithmetic", heldout=4),
         stages=(rl,),
         evaluation=Evaluation(samples=1, greedy=False),
-        slots=256,
+        slots=slots,
         engine=Embedded(update="inflight"),  # new weights do not wait for the answers of the next step
         threads=threads,
         record_episodes=False,
@@ -145,10 +145,12 @@ def main_() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="of a batch: more make learning take longer")
+    parser.add_argument("--slots", type=int, default=SLOTS, help="answers said at once: fewer take longer")
     parser.add_argument("--side")
     asked = parser.parse_args()
     if asked.side:
-        print(json.dumps(side(asked.side, asked.quick, asked.staleness)))
+        print(json.dumps(side(asked.side, asked.quick, asked.staleness, asked.epochs, asked.slots)))
         return
     found: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
     for _ in range(1 if asked.quick else asked.rounds):
@@ -160,6 +162,8 @@ def main_() -> None:
                 "--side",
                 name,
                 *("--staleness", str(asked.staleness)),
+                *("--epochs", str(asked.epochs)),
+                *("--slots", str(asked.slots)),
                 *(["--quick"] if asked.quick else []),
             ]
             done = subprocess.run(words, capture_output=True, text=True)
@@ -178,7 +182,7 @@ def main_() -> None:
             f" learn is without rollout"
         )
         print(f"{faster[0]:.2f} x as fast as one process with one core, {faster[1]:.2f} x as one with two")
-    if not asked.quick and asked.staleness == 1:
+    if not asked.quick and (asked.staleness, asked.epochs, asked.slots) == (1, EPOCHS, SLOTS):
         told = {"date": date.today().isoformat(), "machine": machine(1), "rounds": found, "medians": rows}
         RESULTS.write_text(json.dumps(told, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""A run over four ranks in a process of its own, and the most memory that each of its processes had, as a program:
+"""The beginning of a run over four ranks, and the most memory that each of its processes had, as a program:
 `python -m tests.rank_memory FOLDER MODEL rows|whole local|processes` prints bytes as JSON."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,12 @@ SIZES: dict[str, Model] = {
 RANKS = 4
 
 
+class Enough(Exception):
+    """Ends the run."""
+
+
 def peaks(folder: Path, size: str, how: str, placement: str) -> dict[str, Any]:
-    """Play the run in a process of its own; the most bytes of each rank, when its learner stands and at the end."""
+    """Begin the run in a process of its own; the most bytes of each rank until its learner stands, where it ends."""
     here = {"PYTHONPATH": str(Path(main.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.rank_memory", str(folder), size, how, placement]
     done = subprocess.run(command, env=os.environ | here, capture_output=True, text=True, timeout=400, check=False)
@@ -52,7 +57,7 @@ def _play(folder: Path, size: str, how: str, placement: str) -> dict[str, Any]:
     sft = replace(run.stages[0], steps=1, batch=4, optimizer=Optimizer(kind="sgd", lr=1e-3))
     run = replace(run, stages=(sft,), model=replace(run.model, path=str(folder / size), context=64))
     run = replace(run, placement=Processes(engines=1) if placement == "processes" else run.placement)
-    out, leads, real, make = dict[str, Any](), list[RankLead](), session.over_ranks, session.make_parts
+    out, leads, make = dict[str, Any](), list[RankLead](), session.make_parts
 
     def pids() -> list[int | str]:
         assert leads and leads[0]._processes is not None
@@ -65,19 +70,13 @@ def _play(folder: Path, size: str, how: str, placement: str) -> dict[str, Any]:
 
     def over(*given: Any) -> Any:
         out["loaded"] = [_peak(pid) for pid in pids()]
-        return real(*given)
+        raise Enough
 
     session.over_ranks, session.make_parts = over, parts
     if how == "whole":
         session.choose_reading = lambda run, lead: (None, ())
-    end = RankLead.close
-
-    def close(self: RankLead) -> None:
-        out["end"] = [_peak(pid) for pid in pids()]
-        end(self)
-
-    RankLead.close = close
-    main.run(run, out=folder / f"run-{size}-{how}-{placement}", quiet=True, nproc=RANKS)
+    with suppress(Enough):
+        main.run(run, out=folder / f"run-{size}-{how}-{placement}", quiet=True, nproc=RANKS)
     return out
 
 

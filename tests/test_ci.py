@@ -223,7 +223,7 @@ def test_a_change_touches_the_suites_whose_tests_import_it() -> None:
     assert {"sandbox", "code", "runs"} <= users("posttrain/sandbox/cell/zygote.py"), (
         "run by its path, imported by nobody"
     )
-    assert {"engine", "conformance"} <= users("posttrain/engine/embedded/kernels/attention.h"), "compiled, not imported"
+    assert {"engine", "conformance"} <= users("posttrain/engine/native_code/attention.h"), "compiled, not imported"
 
 
 def test_what_is_near_is_what_the_tests_name_themselves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Sampler
 from posttrain.core.preference_stage import OnlinePreference
 from posttrain.core.run import Run
-from posttrain.engine import compiled
-from posttrain.engine.embedded import EmbeddedEngine, native
+from posttrain.engine import compiled, native
+from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.mixture import Mixture
 from posttrain.engine.embedded.speculate import Draft, Lookup
 from posttrain.engine.endpoint import Endpoint, Patience
@@ -26,6 +27,7 @@ from posttrain.engine.models import Policy
 from posttrain.engine.state_kinds import refuse_vllm
 from posttrain.engine.vllm.contract import check
 from posttrain.engine.vllm.inprocess import VLLMEngine
+from posttrain.engine.vllm.refuse import refuse_few, refuse_split
 from posttrain.engine.vllm.server import ROLE, VLLMServer
 from posttrain.engine.vllm.spawn import Spawned
 from posttrain.engine.vllm.start import limits, memory_folder
@@ -53,6 +55,8 @@ def check_engine(run: Run) -> None:
             if isinstance(stage, OnlinePreference) and stage.share is not None:
                 raise ConfigError(f"{stage.name}.algorithm={stage.algorithm.name}: {_ONE_MODEL}")
     check_installed(run)
+    if not isinstance(run.engine, Embedded):
+        refuse_few(run.engine, run.placement)
     if run.model.compile and (why := compiled.missing(run.model.device)):
         raise ConfigError(f"model.compile=true, but torch.compile cannot be used: {why}. Install it, or leave it out")
     if run.model.kernels == "compiled" and (why := native.missing()):
@@ -183,7 +187,9 @@ def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | No
 
 def check_vllm(run: Run, how: VLLM, policy: Policy) -> None:
     """ConfigError where vLLM cannot serve the policy, or cannot keep a stage's sampling contract."""
-    refuse_vllm(policy.module.config.to_dict())
+    config = policy.module.config
+    refuse_vllm(config.to_dict())
+    refuse_split(how.workers, config)
     able = replace(limits(policy), sequences=not (how.server or how.url is not None))
     for stage in run.stages:
         if stage.contract is not None:
@@ -201,6 +207,7 @@ def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
         eager=how.eager,
         timeout=how.timeout,
         inflight=how.update == "inflight",
+        workers=how.workers,
     )
     return Serving(engine, engine.close)
 
@@ -209,12 +216,12 @@ def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
     """A vLLM server that runs already, or one that is started here."""
     patience = Patience(answer=how.timeout)
     inflight = how.update == "inflight"
+    client = partial(VLLMServer, policy, timeout=how.timeout, inflight=inflight, workers=how.workers)
     if how.url is not None:
         share = Path(how.share) if how.share is not None else memory_folder()
         endpoint = Endpoint(how.url, ROLE, key_env=how.key_env, patience=patience)
-        return Serving(VLLMServer(policy, endpoint, share=share, timeout=how.timeout, inflight=inflight), lambda: None)
-    own = Spawned(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager)
+        return Serving(client(endpoint, share=share), lambda: None)
+    own = Spawned(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager, workers=how.workers)
     share = own.folder if how.share is None else Path(how.share)
     endpoint = Endpoint(own.url, ROLE, patience=patience)
-    engine = VLLMServer(policy, endpoint, share=share, timeout=how.timeout, ended=own.ended, inflight=inflight)
-    return Serving(engine, own.close)
+    return Serving(client(endpoint, share=share, ended=own.ended), own.close)

@@ -39,6 +39,7 @@ from posttrain.engine.pool.host import EngineHost
 from posttrain.engine.pool.hosted import EngineFacts, EngineStart
 from posttrain.engine.pool.ray_host import RayCluster, RayHost, node_address
 from posttrain.engine.sharded_load import BlankPolicy
+from posttrain.engine.vllm.start import BINDING
 from posttrain.environment.render import Renderer
 from posttrain.verifier.workers.pool import begin_workers
 from posttrain.verifier.workers.ray_worker import RayWorker
@@ -47,8 +48,6 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """Nats by which engines on devices of their own may differ in the log-prob of one token. Deterministic ones differ in
 no bit."""
 
-BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-"""Environment variable of vLLM for CPU. Left alone, each of its servers binds its threads to the same cores."""
 BUCKET_SHARE = 0.25
 """Share of the time-out that a bucket of a broadcast may take: an engine that hangs in one is replaced before, and one
 that nobody calls says so before the pool does."""

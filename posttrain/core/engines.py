@@ -70,9 +70,13 @@ class VLLM:
     share: str | None = None
     """Folder in which new weights are handed to a server; both sides must see it. None: memory of this machine."""
     cache_gib: float = 4.0
-    """Memory of the key-value cache."""
+    """Memory of the key-value cache, of all workers together."""
     eager: bool = False
     """No compilation: starts in seconds and steps slower."""
+    workers: int = 1
+    """Processes that compute each step together (vLLM's tensor parallelism): each holds a part of every layer and of
+    the cache. It must divide the model's heads. On CPU each needs a core, because they spin while they wait for each
+    other. 1: one holds everything."""
     update: Literal["drain", "inflight"] = "drain"
     """What happens to unfinished sequences when new weights come. drain: they end first. inflight: they stand still
     meanwhile and go on under the new weights, and their keys and values are computed again. A run that waits for all
@@ -83,6 +87,8 @@ class VLLM:
     def __post_init__(self) -> None:
         _positive("cache_gib", self.cache_gib)
         _positive("timeout", self.timeout)
+        if self.workers < 1:
+            raise ConfigError(f"engine.workers={self.workers}: must be >= 1")
         if self.server and self.url is not None:
             raise ConfigError(
                 f"engine.server=true starts a server, and engine.url={self.url} names one that runs already: keep one"

@@ -95,6 +95,11 @@ def placement_refusals(placement: Placement, engine: Engine) -> str:
             f"engine.url={engine.url} is a server that runs already, and placement={kind} starts engines of its own:"
             " leave out engine.url, or set placement=local"
         )
+    if engine.workers > 1 and isinstance(placement, Ray):
+        return (
+            f"engine.workers={engine.workers} under placement=ray: we could not try workers of vLLM inside of Ray's"
+            " actors. Set placement=processes or local, or engine.workers=1"
+        )
     return ""
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.errors import InvariantError
+from posttrain.engine import native
 
 ROW = 8192
 """64-bit words of a row. Every row is summed with the same weight vector."""
@@ -110,7 +111,12 @@ def _row_sums(tensor: Tensor, spot: Spot | None) -> Tensor:
 def _sums(words: Tensor, weights: Tensor) -> Tensor:
     """int64 [R, n <= ROW] -> [2 R]. The second sum is over the high half of each word. In the first sum the top bit
     contributes 2**63 whatever its weight, so an even number of flipped signs would cancel."""
-    n = words.shape[1]
+    rows, n = words.shape
+    if words.device.type == "cpu" and not isinstance(kernels := native.find(), str):
+        words, out = words.contiguous(), torch.empty(2 * rows, dtype=torch.int64)
+        at = weights.data_ptr(), weights[ROW - n :].data_ptr()
+        kernels.digest_rows(words.data_ptr(), *at, out.data_ptr(), rows, n)
+        return out
     return torch.cat([_weighted(words, weights[:n]), _weighted(words >> 32, weights[ROW - n :])])
 
 

@@ -2,8 +2,8 @@
 
 Between its products a layer of the Llama family only reads and writes memory, and transformers writes it as some forty
 operations forward and backward. At 1 M parameters they take 40 % of a step. Here each is one compiled operation
-(`kernels/training.h`), which also keeps less for the backward pass. The products stay the layer's own modules, so that
-adapters, frozen weights and gradients are as they were.
+(`native_code/training.h`), which also keeps less for the backward pass. The products stay the layer's own modules, so
+that adapters, frozen weights and gradients are as they were.
 
 The methods of the model are replaced only while it runs, so nobody else sees them: not the engine, which reads the same
 module where the policy has an adapter, nor what is saved.
@@ -26,15 +26,14 @@ from transformers import PreTrainedModel
 
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
-from posttrain.engine import attention
+from posttrain.engine import attention, native
 from posttrain.engine.attention import Layout, PackedLayout
-from posttrain.engine.embedded import native
 from posttrain.engine.embedded.fused import FAMILIES, window_of
 from posttrain.engine.kernels import Kernel, add_forms, kernel
 from posttrain.engine.readout import ReadOut, read_out
 
 CHUNK = 256
-"""Rows whose gradients of a weight are summed together (`kernels/training.h`)."""
+"""Rows whose gradients of a weight are summed together (`native_code/training.h`)."""
 BOUND = 1e-4
 """Largest difference from the plain layers that counts as rounding, of hidden states and of gradients, relative to the
 largest number."""

@@ -206,11 +206,11 @@ def _lossy(engine: Any) -> Callable[[], AbstractContextManager[None]]:
     return lossy
 
 
-def _vllm() -> Subject:
+def _vllm(workers: int = 1) -> Subject:
     from posttrain.engine.vllm.inprocess import VLLMEngine
 
     policy = new_policy()
-    engine = VLLMEngine(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True)
+    engine = VLLMEngine(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True, workers=workers)
 
     @contextmanager
     def stale() -> Iterator[None]:
@@ -231,14 +231,15 @@ def _vllm() -> Subject:
     return Subject("vllm", engine, policy, HFLearner(policy), stale, _lossy(engine), inflight, idle, engine.close)
 
 
-def _vllm_server() -> Subject:
+def _vllm_server(workers: int = 1) -> Subject:
     from posttrain.engine.endpoint import Endpoint
     from posttrain.engine.vllm.server import VLLMServer
     from posttrain.engine.vllm.spawn import Spawned
 
     policy = new_policy()
-    own = Spawned(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True)
-    engine = VLLMServer(policy, Endpoint(own.url, "rollout"), share=own.folder, timeout=60, ended=own.ended)
+    own = Spawned(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True, workers=workers)
+    endpoint = Endpoint(own.url, "rollout")
+    engine = VLLMServer(policy, endpoint, share=own.folder, timeout=60, ended=own.ended, workers=workers)
 
     @contextmanager
     def stale() -> Iterator[None]:
@@ -272,6 +273,8 @@ BUILDERS: dict[str, Callable[[], Subject]] = {
     "embedded-cuda": lambda: _embedded(device="cuda"),
     "vllm": _vllm,
     "vllm-server": _vllm_server,
+    "vllm-workers": lambda: _vllm(2),
+    "vllm-server-workers": lambda: _vllm_server(2),
 }
 BESIDE: dict[str, tuple[str, ...]] = {
     "embedded": ("embedded-torch", "embedded-reference", *(["embedded-cuda"] if torch.cuda.is_available() else []))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +25,14 @@ pytestmark = pytest.mark.skipif("vllm" not in subjects.ENGINES, reason="needs vL
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "gpt2", "gemma"])
 def test_weights_arrive_are_found_again_and_score_alike(arch: str, dtype: str) -> None:
+    serves(dtype, arch=arch, kv_heads=2 if arch == "gpt2" else 1)
+
+
+def serves(dtype: str, workers: int = 1, **model: Any) -> None:
     """Two updates: the second one repacks what the first one packed."""
-    heads = 2 if arch == "gpt2" else 1
-    policy = load_policy(replace(subjects.MODEL, arch=arch, kv_heads=heads, dtype=dtype), None, 0)  # type: ignore[arg-type]
-    engine, learner = VLLMEngine(policy, slots=8, cache_bytes=32 << 20, eager=True), HFLearner(policy)
+    policy = load_policy(replace(subjects.MODEL, dtype=dtype, **model), None, 0)  # type: ignore[arg-type]
+    engine = VLLMEngine(policy, slots=8, cache_bytes=32 << 20, eager=True, workers=workers)
+    learner = HFLearner(policy)
 
     async def main() -> None:
         sync = Sync(learner, engine, probe_ids(policy), dtype)

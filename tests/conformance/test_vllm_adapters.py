@@ -85,15 +85,16 @@ class Served:
             return self.learner.score(packed_text(probe_ids(self.policy)))
 
 
-def started(name: str, policy: Policy) -> Served:
+def started(name: str, policy: Policy, workers: int = 1) -> Served:
     if name == "vllm":
-        engine = VLLMEngine(policy, slots=16, cache_bytes=32 << 20, eager=True)
+        engine = VLLMEngine(policy, slots=16, cache_bytes=32 << 20, eager=True, workers=workers)
         return Served(engine, policy, HFLearner(policy), engine.close)
     from posttrain.engine.endpoint import Endpoint
     from posttrain.engine.vllm.spawn import Spawned
 
-    own = Spawned(policy, slots=16, cache_bytes=32 << 20, eager=True)
-    server = VLLMServer(policy, Endpoint(own.url, "rollout"), share=own.folder, timeout=60, ended=own.ended)
+    own = Spawned(policy, slots=16, cache_bytes=32 << 20, eager=True, workers=workers)
+    endpoint = Endpoint(own.url, "rollout")
+    server = VLLMServer(policy, endpoint, share=own.folder, timeout=60, ended=own.ended, workers=workers)
     return Served(server, policy, HFLearner(policy), own.close)
 
 

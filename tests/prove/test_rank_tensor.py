@@ -29,6 +29,10 @@ def run_of_heads(**model: Any) -> Run:
     return run_of({"kv_heads": 2} | model)
 
 
+PARTS = drawn(["trained", "cut", "others"], 1)
+"""What is played here."""
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run in one process."""
@@ -48,6 +52,7 @@ def is_that_of_one_process(whole: Path, folder: Path) -> None:
     assert not [n for s in reader.steps(folder) for n in s.notes if n.startswith(("stopped", "rule "))]
 
 
+@pytest.mark.skipif("trained" not in PARTS, reason="not drawn")
 def test_columns_and_rows_train_to_what_one_process_comes_to(whole: Path, tmp_path: Path) -> None:
     """Imitation, and reinforcement with a reference; and twice the same bits."""
     for name in ("tensor", "again"):
@@ -65,7 +70,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", drawn(WAYS, 2))
+@pytest.mark.skipif("cut" not in PARTS, reason="not drawn")
+@pytest.mark.parametrize("way", drawn(WAYS, 1))
 def test_a_run_that_was_cut_goes_on_in_another_way(
     way: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,9 +82,9 @@ def test_a_run_that_was_cut_goes_on_in_another_way(
     is_that_of_one_process(whole, folder)
 
 
-@pytest.mark.parametrize("kind", drawn(["dpo"], 1))
-def test_preferences(kind: str, tmp_path: Path) -> None:
-    run = replace(run_of_heads(), stages=(run_of_heads().stages[0], STAGES[kind]))
+@pytest.mark.skipif("others" not in PARTS, reason="not drawn")
+def test_preferences(tmp_path: Path) -> None:
+    run = replace(run_of_heads(), stages=(run_of_heads().stages[0], STAGES["dpo"]))
     main.run(run, out=tmp_path / "one", quiet=True)
     main.run(run, out=tmp_path / "tensor", quiet=True, **TENSOR)
     assert apart(tmp_path / "one", tmp_path / "tensor") <= BOUND
@@ -90,6 +96,7 @@ REFUSED: dict[str, Run] = {
 }
 
 
+@pytest.mark.skipif("others" not in PARTS, reason="not drawn")
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_model_that_cannot_be_cut_so_is_refused_by_name(why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):

@@ -13,7 +13,7 @@ from posttrain.core.adapter import Lora
 from posttrain.core.errors import ConfigError
 from posttrain.core.run import Checkpointing, Model, Reinforce
 from posttrain.core.tree import from_plain, to_plain
-from posttrain.engine.embedded import native
+from posttrain.engine import native
 from posttrain.engine.embedded.fused import fusable
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import load_policy

@@ -13,7 +13,7 @@ from run_parts import mine, model_at, play, refused, rl_steps
 from posttrain.api.engines import embedded_engine
 from posttrain.core.engines import Embedded
 from posttrain.core.reader import record_digest, run_file
-from posttrain.engine.embedded import native
+from posttrain.engine import native
 from posttrain.engine.models import load_policy
 
 

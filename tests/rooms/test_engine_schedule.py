@@ -15,7 +15,8 @@ from embedded_parts import V, ask, engine, module, one_thread, prompts, referenc
 
 from posttrain.core.errors import EngineError
 from posttrain.core.types import Said
-from posttrain.engine.embedded import EmbeddedEngine, native
+from posttrain.engine import native
+from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.models import named_tensors
 
 __all__ = ["one_thread"]

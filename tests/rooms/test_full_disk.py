@@ -23,7 +23,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from posttrain.cli import main
 from posttrain.core import files, reader
 from posttrain.core.checkpoint import find, scan
-from posttrain.engine.embedded import native
+from posttrain.engine import native
 from posttrain.role import weights
 
 MORE = ("rl.steps=3", "rl.eval_every=1", "engine.timeline=true")

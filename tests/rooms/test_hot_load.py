@@ -71,7 +71,7 @@ def test_the_files_are_an_adapter_with_the_scale_inside(tmp_path: Path, kind: di
 def test_a_right_engine_has_the_learners_fingerprint(dtype: str) -> None:
     policy = learned(dtype)
     hot = loaded(policy)
-    assert hot.confirm(served(policy, hot), given(policy)) == HFLearner(policy).fingerprint()
+    assert hot.confirm([{"digests": served(policy, hot)}], given(policy)) == HFLearner(policy).fingerprint()
     assert {n for n, _, _ in hot.wanted()} == {n for n, _ in named_tensors(policy.module)}
     assert {str(t.dtype) for t in hot.sent(given(policy)).values()} == {f"torch.{dtype}"}
 
@@ -85,7 +85,7 @@ def test_another_one_is_refused(part: str, said: str, lost: bool) -> None:
     name = next(n for n in digests if part in n)
     digests = {n: d for n, d in digests.items() if n != name} if lost else {**digests, name: "0" * 32}
     with pytest.raises(EngineError, match=said):
-        hot.confirm(digests, given(policy))
+        hot.confirm([{"digests": digests}], given(policy))
 
 
 def test_a_negative_zero_beneath_is_no_difference() -> None:
@@ -96,7 +96,7 @@ def test_a_negative_zero_beneath_is_no_difference() -> None:
         tensor.view(-1)[0] = -0.0
     hot = loaded(policy)
     assert hot.beneath[name] != hot.served_beneath[name]
-    assert hot.confirm(served(policy, hot), given(policy)) == HFLearner(policy).fingerprint()
+    assert hot.confirm([{"digests": served(policy, hot)}], given(policy)) == HFLearner(policy).fingerprint()
 
 
 def test_the_base_is_written_without_the_adapter(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from transformers import (
 
 from posttrain.core.errors import ConfigError, DataError, EngineError, InvariantError
 from posttrain.core.run import Model
-from posttrain.engine import attention
-from posttrain.engine.fingerprint import ROW, fingerprint, fingerprints
+from posttrain.engine import attention, native
+from posttrain.engine.fingerprint import ROW, Spot, fingerprint, fingerprints
 from posttrain.engine.models import Policy, check_read_out, load_policy, named_tensors, read_out
 from posttrain.engine.stops import resolve_stops
 from posttrain.engine.tiny import build_module
@@ -348,6 +348,24 @@ def tensors() -> dict[str, torch.Tensor]:
         "count": torch.arange(5),
         "flag": torch.tensor([True, False, True]),
     }
+
+
+@pytest.mark.skipif(bool(native.missing()), reason="no C compiler")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_compiled_code_and_torch_give_the_same_fingerprint(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole rows, the rest after the last one, words with the highest bit, and rows drawn by a number."""
+    extreme = torch.tensor([0, -1, 1, -(2**63), 2**63 - 1, 2**32, -(2**32)]).repeat(2 * ROW)
+    given = [*tensors().items(), ("extreme", extreme), ("odd", extreme[1:])]
+    forms = None, Spot(3, one_in=4)
+    kept = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        compiled = [fingerprints(given, spot) for spot in forms]
+    finally:
+        torch.set_num_threads(kept)
+    monkeypatch.setattr(native, "find", lambda: "none")
+    assert compiled == [fingerprints(given, spot) for spot in forms]
+    assert len(set(compiled[0].values())) == len(given)
 
 
 def test_a_fingerprint_sees_every_bit() -> None:

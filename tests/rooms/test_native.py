@@ -8,10 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.core.errors import EngineError
-from posttrain.engine import attention
+from posttrain.engine import attention, native
 from posttrain.engine.accept import LayerShape
 from posttrain.engine.attention import PackedLayout
-from posttrain.engine.embedded import native, sampler
+from posttrain.engine.embedded import sampler
 from posttrain.engine.embedded.blocks import BLOCK, blocks_for
 from posttrain.engine.embedded.cache import CachedLayout, CachePool
 from posttrain.engine.embedded.fused import FusedDecoder

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from posttrain.core.errors import EngineError
 from posttrain.core.run import Lora
-from posttrain.engine import training_layers
+from posttrain.engine import native, training_layers
 from posttrain.engine.adapter import attach
-from posttrain.engine.embedded import native
 from posttrain.engine.embedded.fused import fusable
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.readout import read_out

@@ -1,7 +1,7 @@
 """The pool of cached keys and values, and attention through tables of its rows.
 
 Attention here is ragged: a query reads exactly the rows of its own sequence, whatever the lengths of the others. On a
-CPU with a C compiler it is one call of compiled code (`kernels/attention.h`). Elsewhere the scores are a sampled matrix
+CPU with a C compiler it is one call of compiled code (`native_code/attention.h`). Elsewhere scores are a sampled matrix
 product over a CSR pattern, with one entry per query, head and visible row. Weights times values are an embedding bag
 over the same indices. So no key or value is copied, and none is read for padding. Only the softmax works on a padded
 matrix; it holds scores, 1 / D of the data.
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
+from posttrain.engine import native
 from posttrain.engine.accept import LayerShape
 from posttrain.engine.attention import PackedLayout
-from posttrain.engine.embedded import native
 from posttrain.engine.embedded.blocks import BLOCK
 from posttrain.engine.kernels import Kernel, add_forms, check_compiled, kernel
 

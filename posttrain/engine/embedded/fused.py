@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.core.errors import EngineError
+from posttrain.engine import native
 from posttrain.engine.adapter import effective, is_adapted, layers
 from posttrain.engine.attention import Layout, PackedLayout
-from posttrain.engine.embedded import native
 from posttrain.engine.embedded.cache import CachedLayout
 from posttrain.engine.kernels import Kernel, add_forms
 from posttrain.engine.readout import ReadOut

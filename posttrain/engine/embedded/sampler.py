@@ -20,7 +20,7 @@ from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Top
-from posttrain.engine.embedded import native
+from posttrain.engine import native
 from posttrain.engine.embedded.slot_rules import NotADistribution, SlotRules
 from posttrain.engine.kernels import Kernel, add_forms, kernel
 

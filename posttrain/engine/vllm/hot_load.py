@@ -7,7 +7,7 @@ B in the dtype of the model. After each update both are read back from vLLM's la
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from posttrain.engine.fingerprint import digest_of, fingerprints
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.saved_adapter import CONFIG, PREFIX, WEIGHTS, written_name
 from posttrain.engine.vllm.requests import ReadBack
+from posttrain.engine.vllm.worker_parts import served
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM reserves memory."""
@@ -44,6 +45,8 @@ class HotLoad:
     served_beneath: Mapping[str, str]
     """The same of what products can show of them: -0.0 counts as 0.0."""
     shape_beneath: Mapping[str, tuple[str, tuple[int, ...]]]
+    tensors_beneath: Mapping[str, Tensor]
+    """The weights beneath themselves, which are the policy's: of several workers each serves parts of them."""
 
     @staticmethod
     def of(policy: Policy) -> HotLoad | None:
@@ -60,6 +63,7 @@ class HotLoad:
             fingerprints(base.items()),
             fingerprints((n, without_negative_zeros(t)) for n, t in base.items()),
             {n: (_word(t.dtype), tuple(t.shape)) for n, t in base.items()},
+            {n: t.detach() for n, t in base.items()},
         )
 
     def write(self, folder: Path, given: Iterable[tuple[str, Tensor]]) -> int:
@@ -91,22 +95,30 @@ class HotLoad:
                 " model.lora.targets, or set engine=embedded"
             )
 
-    def confirm(self, served: Mapping[str, str], given: list[tuple[str, Tensor]]) -> str:
+    def confirm(self, told: Sequence[Mapping[str, Any]], given: list[tuple[str, Tensor]]) -> str:
         """The fingerprint of the learner's weights, which are those that the engine serves.
 
         Args:
-            served: the digests that were read back.
+            told: the digests that were read back, of each worker.
 
         Raises:
             EngineError: the engine serves others.
         """
-        sent = fingerprints((n, without_negative_zeros(t)) for n, t in self.sent(given).items())
-        wrong = sorted(n for n, digest in {**self.served_beneath, **sent}.items() if served.get(n) != digest)
+        adapter = {n: without_negative_zeros(t) for n, t in self.sent(given).items()}
+
+        def held(name: str) -> Tensor | None:
+            """The tensor that should be served under a name."""
+            beneath = self.tensors_beneath.get(name)
+            return adapter.get(name) if beneath is None else without_negative_zeros(beneath)
+
+        wanted = {**self.served_beneath, **fingerprints(adapter.items())}
+        found, which = served(told, held, wanted)
+        wrong = sorted(n for n, digest in wanted.items() if found.get(n) != digest)
         if wrong:
-            kind = "adapter" if set(wrong) <= set(sent) else "weights beneath the adapter"
+            kind = "adapter" if set(wrong) <= set(adapter) else "weights beneath the adapter"
             raise EngineError(
-                f"it serves another {kind} than was sent: {len(wrong)} tensors differ, such as {wrong[0]!r}. Set"
-                " engine=embedded for this model"
+                f"it serves another {kind} than was sent: {len(wrong)} tensors differ, such as {wrong[0]!r}"
+                f"{f' ({which})' if which else ''}. Set engine=embedded for this model"
             )
         return digest_of({**self.beneath, **fingerprints(given)})
 

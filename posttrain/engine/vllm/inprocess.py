@@ -66,6 +66,7 @@ class VLLMEngine:
         eager: use no compilation and no captured graphs. The start takes seconds, and steps are slower.
         timeout: seconds that a step or an update may take before the engine counts as hung.
         inflight: running turns go on under new weights (`VLLM.update`).
+        workers: processes that compute (`VLLM.workers`); 1: none, this one does.
 
     Raises:
         ConfigError: vllm is not installed. EngineError: it does not start with this model.
@@ -80,6 +81,7 @@ class VLLMEngine:
         eager: bool = False,
         timeout: float = 600.0,
         inflight: bool = False,
+        workers: int = 1,
     ) -> None:
         installed()
         self._limits = limits(policy)
@@ -96,7 +98,7 @@ class VLLMEngine:
         self._updates: list[Callable[[], None]] = []
         self._last_activity = time.monotonic()
         self._failure: BaseException | None = None
-        self._eager = eager
+        self._eager, self._workers = eager, workers
         self._thread = threading.Thread(
             target=self._run, args=(policy, slots, cache_bytes, started := Future()), name="vllm", daemon=True
         )
@@ -217,8 +219,8 @@ class VLLMEngine:
     def _run(self, policy: Policy, slots: int, cache_bytes: int, started: Future[None]) -> None:
         """Build the engine, then handle the queue and run steps until the engine is closed."""
         try:
-            self._engine = build(policy, slots, cache_bytes, self._eager)
-            self._weights = Updates(self._engine, self._expected, HotLoad.of(policy), self._counters)
+            self._engine = build(policy, slots, cache_bytes, self._eager, self._workers)
+            self._weights = Updates(self._engine, self._expected, HotLoad.of(policy), self._counters, self._workers)
             self._score([0, 0], proof := Future())
             while not proof.done():
                 self._step()

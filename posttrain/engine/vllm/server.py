@@ -26,7 +26,6 @@ from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
 from posttrain.engine.endpoint import Endpoint
-from posttrain.engine.fingerprint import digest_of
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm.contract import Answer, fields, said
 from posttrain.engine.vllm.hot_load import HotLoad, rank_for
@@ -39,11 +38,13 @@ from posttrain.engine.vllm.requests import (
     newer,
 )
 from posttrain.engine.vllm.start import limits
+from posttrain.engine.vllm.worker_parts import buckets, fingerprint_served
 
 ROLE = "rollout"
 START_ADVICE = (
     "start it with `python -m posttrain.engine.vllm.launch --model MODEL --dtype DTYPE --max-model-len CONTEXT`, and"
-    " for model.lora with `--enable-lora --max-lora-rank RANK` (docs/engines.md)"
+    " for model.lora with `--enable-lora --max-lora-rank RANK`, for engine.workers=N with `--tensor-parallel-size N`"
+    " (docs/engines.md)"
 )
 EMPTY_TRIES = 100
 """Most tries to empty the prefix cache, a tenth of a second apart. Blocks are freed one step
@@ -60,6 +61,7 @@ class VLLMServer:
         timeout: seconds that one try of a turn, or one part of an update, may take. A turn is tried again a few times.
         ended: returns why a spawned server has ended; '' while it runs.
         inflight: running turns go on under new weights (`VLLM.update`).
+        workers: of the server (`VLLM.workers`).
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class VLLMServer:
         timeout: float = 600.0,
         ended: Callable[[], str] = lambda: "",
         inflight: bool = False,
+        workers: int = 1,
     ) -> None:
         self._limits = replace(limits(policy), sequences=False)
         self._expected = ExpectedTensors.of(policy)
@@ -78,7 +81,7 @@ class VLLMServer:
         self._adapter: str | None = None
         """Name under which the server holds the adapter."""
         self._dtype = str(policy.dtype).removeprefix("torch.")
-        self._endpoint, self._share, self.inflight = endpoint, share, inflight
+        self._endpoint, self._share, self.inflight, self._workers = endpoint, share, inflight, workers
         self.ended = ended
         """Why this engine can never answer again; '' while it can. Nothing is known of servers of others."""
         self._patience = replace(endpoint.patience, answer=timeout)
@@ -192,17 +195,20 @@ class VLLMServer:
         await (self._send(name, version, given) if hot is None else self._load_adapter(hot, name, version, given))
         await self._empty_cache()
         told = await self._call("posttrain_digests", json.dumps((hot or self._expected).wanted()))
-        if "error" in told:
-            raise self._broken(told["error"])
-        return digest_of(told["digests"]) if hot is None else hot.confirm(told["digests"], given)
+        for error in [one["error"] for one in told if "error" in one]:
+            raise self._broken(error)
+        return fingerprint_served(told, given) if hot is None else hot.confirm(told, given)
 
     async def _send(self, name: str, version: int, given: list[tuple[str, Any]]) -> None:
-        """Send whole tensors as a file."""
+        """Send whole tensors as files, one bucket at a time."""
         path = self._share / f"{name}.safetensors"
         try:
-            await asyncio.to_thread(save_file, {name: tensor.contiguous().cpu() for name, tensor in given}, path)
-            await self._post("/start_weight_update", None)
-            await self._post("/update_weights", {"update_info": {"path": str(path.resolve())}})
+            for number, bucket in enumerate(buckets(given)):
+                await asyncio.to_thread(save_file, bucket, path)
+                if not number:
+                    await self._post("/start_weight_update", None)
+                await self._post("/update_weights", {"update_info": {"path": str(path.resolve())}})
+                path.unlink()  # the server may have mapped it, so the next one is another file
             await self._post("/finish_weight_update", {"weight_version": str(version)})
         finally:
             path.unlink(missing_ok=True)
@@ -235,12 +241,13 @@ class VLLMServer:
         ConfigError where they do not."""
         if self._checked:
             return
-        facts = await self._call("posttrain_facts")
+        facts = (await self._call("posttrain_facts", of_all=False))[0]
         wanted = {
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
             "max_logprobs": -1,
-            "workers": 1,
+            "workers": self._workers,
+            "tensor_parallel": self._workers,
             "dtype": self._dtype,
             "max_model_len": self._limits.context,
             "vocabulary": self._limits.vocabulary,
@@ -255,11 +262,12 @@ class VLLMServer:
             )
         if self._hot is not None:
             told = await self._call("posttrain_places", json.dumps(list(self._hot.shapes)))
-            self._hot.refuse(told["missing"])
+            self._hot.refuse(told[0]["missing"])
         self._checked = True
 
-    async def _call(self, method: str, *args: str) -> dict[str, Any]:
-        """Call a method of `worker.ServedWeights` on the server's one worker."""
+    async def _call(self, method: str, *args: str, of_all: bool = True) -> list[dict[str, Any]]:
+        """Call a method of `worker.ServedWeights` on each of the server's workers. With `of_all` there must be as many
+        answers as workers were asked for."""
         try:
             told = await self._post(
                 "/collective_rpc", {"method": method, "args": list(args), "timeout": self._patience.answer}, again=True
@@ -271,9 +279,12 @@ class VLLMServer:
                 ) from error
             raise
         results = (told or {}).get("results") or []
-        if len(results) != 1 or not isinstance(results[0], dict):
-            raise self._broken(f"{method} was answered by {len(results)} workers, not by one; {START_ADVICE}")
-        return results[0]
+        right = len(results) == self._workers if of_all else bool(results)
+        if not right or not all(isinstance(one, dict) for one in results):
+            raise self._broken(
+                f"{method} was answered by {len(results)} workers, and engine.workers={self._workers}; {START_ADVICE}"
+            )
+        return results
 
     async def _post(
         self, path: str, body: Mapping[str, Any] | None, *, again: bool = False, plain: bool = False

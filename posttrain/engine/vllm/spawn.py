@@ -19,7 +19,7 @@ from posttrain.engine.models import Policy
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.hot_load import BASE, check_served
 from posttrain.engine.vllm.launch import FOLDER, PARENT
-from posttrain.engine.vllm.start import START, arguments, describe, memory_folder
+from posttrain.engine.vllm.start import START, arguments, describe, memory_folder, workers_environment
 
 ROLE = "the rollout engine (a vLLM server of this run)"
 LOG_LINES = 12
@@ -37,7 +37,7 @@ class Spawned:
             message quotes its log.
     """
 
-    def __init__(self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool) -> None:
+    def __init__(self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool, workers: int = 1) -> None:
         installed()
         check_served(policy)
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-", dir=memory_folder())
@@ -55,7 +55,7 @@ class Spawned:
             "--uvicorn-log-level",
             "warning",
         ]
-        for name, value in arguments(policy, str(self.folder / "model"), slots, cache_bytes, eager).items():
+        for name, value in arguments(policy, str(self.folder / "model"), slots, cache_bytes, eager, workers).items():
             flag = f"--{name.replace('_', '-')}"
             command += [flag] if value is True else [] if value is False else [flag, str(value)]
         with (self.folder / "log").open("wb") as log:
@@ -65,7 +65,9 @@ class Spawned:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | {PARENT: str(os.getpid()), FOLDER: self._folder.name},
+                env=os.environ
+                | workers_environment(workers, eager)
+                | {PARENT: str(os.getpid()), FOLDER: self._folder.name},
             )
         self._why = ""
         atexit.register(self.close)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ EXTENSION = "posttrain.engine.vllm.worker.ServedWeights"
 """The extension of vLLM's workers. Importing it registers `BACKEND`."""
 BACKEND = "posttrain"
 """Name of the weight transfer backend in vLLM's registry."""
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+"""Environment variable of vLLM for CPU. Left alone, each of its servers binds its threads to the same cores, and of
+several workers each wants a memory node (NUMA) of its own: they do not start without."""
 START = 600.0
 """Seconds vLLM may take to start."""
 
@@ -55,8 +60,15 @@ def describe(policy: Policy, folder: str) -> None:
         write_base(policy, Path(folder))
 
 
-def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: bool) -> dict[str, Any]:
-    """vLLM's engine arguments for one policy. Those of the log-prob contract are in `build` and `launch.NEEDED`."""
+def arguments(
+    policy: Policy, folder: str, slots: int, cache_bytes: int, eager: bool, workers: int = 1
+) -> dict[str, Any]:
+    """vLLM's engine arguments for one policy. Those of the log-prob contract are in `build` and `launch.NEEDED`.
+
+    Args:
+        cache_bytes: of the key-value cache, of all workers together. vLLM asks for those of one.
+    """
+    several = {"tensor_parallel_size": workers, "distributed_executor_backend": "mp"} if workers > 1 else {}
     return {
         "model": folder,
         "runner": "generate",
@@ -64,21 +76,35 @@ def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: 
         "load_format": "dummy",
         "max_model_len": policy.context,
         "max_num_seqs": slots,
-        "kv_cache_memory_bytes": cache_bytes,
+        "kv_cache_memory_bytes": cache_bytes // workers,
         "enable_prefix_caching": True,
         "enforce_eager": eager,
         "trust_remote_code": policy.remote_code,
         "disable_log_stats": True,
         "seed": 0,
+        **several,
         **lora_arguments(policy.lora),
     }
 
 
-def build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
+def workers_environment(workers: int, eager: bool) -> dict[str, str]:
+    """Environment variables that vLLM's workers begin with, beside those of this process. They share its threads."""
+    if workers == 1:
+        return {}
+    found = {
+        BINDING: os.environ.get(BINDING, "nobind"),
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // workers)),
+    }
+    return found | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})
+
+
+def build(policy: Policy, slots: int, cache_bytes: int, eager: bool, workers: int = 1) -> Any:
     """The engine. What vLLM changes in this process is restored: random states, torch's thread setting, environment."""
     level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+    beside = workers_environment(workers, eager)
     with (
-        _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level),
+        _program_hidden() if workers > 1 else nullcontext(),
+        _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level, **beside),
         _own_randomness(),
         tempfile.TemporaryDirectory(prefix="posttrain-vllm-", dir=memory_folder()) as folder,
     ):
@@ -88,7 +114,7 @@ def build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
 
         check_served(policy)
         describe(policy, folder)
-        chosen = arguments(policy, folder, slots, cache_bytes, eager)
+        chosen = arguments(policy, folder, slots, cache_bytes, eager, workers)
         contract: dict[str, Any] = {
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
@@ -119,6 +145,22 @@ def _environment(**values: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _program_hidden() -> Iterator[None]:
+    """Inside, processes that `multiprocessing` begins do not import the user's program again: a run that it starts at
+    its top would start once more in each worker."""
+    import_module("torch._dynamo")  # here: it reads TORCHDYNAMO_DISABLE once, which is set for the workers alone
+    program = sys.modules["__main__"]
+    file, spec = program.__dict__.pop("__file__", None), getattr(program, "__spec__", None)
+    program.__spec__ = None
+    try:
+        yield
+    finally:
+        program.__spec__ = spec
+        if file is not None:
+            program.__file__ = file
 
 
 @contextmanager

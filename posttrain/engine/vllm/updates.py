@@ -7,13 +7,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.core.errors import EngineError
-from posttrain.engine.fingerprint import digest_of
 from posttrain.engine.vllm.hot_load import HotLoad
 from posttrain.engine.vllm.requests import ClientCounters, ExpectedTensors
 from posttrain.engine.vllm.start import memory_folder
+from posttrain.engine.vllm.worker_parts import buckets, fingerprint_served
 
 
 class Updates:
@@ -21,17 +22,21 @@ class Updates:
 
     Args:
         hot: None where all weights train.
+        workers: processes among which the model is cut; 1: it is in this process.
 
     Raises:
         EngineError: vLLM has no place for the adapter on some layer.
     """
 
-    def __init__(self, engine: Any, expected: ExpectedTensors, hot: HotLoad | None, counters: ClientCounters) -> None:
+    def __init__(
+        self, engine: Any, expected: ExpectedTensors, hot: HotLoad | None, counters: ClientCounters, workers: int = 1
+    ) -> None:
         self._engine, self._expected, self._hot, self._counters = engine, expected, hot, counters
+        self._workers = workers
         self.adapter: Any = None
         """What a request names so that the adapter is used; None: there is none."""
         if hot is not None:
-            hot.refuse(self._ask("posttrain_places", list(hot.shapes))["missing"])
+            hot.refuse(self._ask("posttrain_places", list(hot.shapes))[0]["missing"])
 
     def load(self, version: int, given: list[tuple[str, Tensor]], *, running: bool = False) -> str:
         """Serve these tensors as `version`; returns the fingerprint of what is then served. EngineError where that is
@@ -43,7 +48,10 @@ class Updates:
         engine, hot = self._engine, self._hot
         if hot is None:
             engine.collective_rpc("start_weight_update")
-            engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": given}})
+            if self._workers == 1:
+                engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": given}})
+            else:
+                self._send_files(given)
             engine.collective_rpc("finish_weight_update")
             self._counters.pushed(sum(t.nbytes for _, t in given))
         else:
@@ -51,8 +59,17 @@ class Updates:
         if not engine.reset_prefix_cache(reset_running_requests=running):
             raise EngineError("its prefix cache could not be emptied")
         engine.set_weight_version(str(version))
-        served = self._ask("posttrain_digests", (hot or self._expected).wanted())["digests"]
-        return digest_of(served) if hot is None else hot.confirm(served, given)
+        told = self._ask("posttrain_digests", (hot or self._expected).wanted())
+        return fingerprint_served(told, given) if hot is None else hot.confirm(told, given)
+
+    def _send_files(self, given: list[tuple[str, Tensor]]) -> None:
+        """Files in memory, one bucket at a time: each worker maps them and takes its own part of every tensor."""
+        with tempfile.TemporaryDirectory(prefix="posttrain-weights-", dir=memory_folder()) as folder:
+            for number, bucket in enumerate(buckets(given)):
+                path = Path(folder) / f"{number}.safetensors"
+                save_file(bucket, path)
+                self._engine.collective_rpc("update_weights", kwargs={"update_info": {"path": str(path)}})
+                path.unlink()
 
     def _load_adapter(self, version: int, hot: HotLoad, given: list[tuple[str, Tensor]]) -> None:
         """Load the adapter in the place of the last one. Its name and the path of its files are new, because the prefix
@@ -72,9 +89,10 @@ class Updates:
         if (held := set(self._engine.list_loras())) != {number}:
             raise EngineError(f"it holds the adapters {sorted(held)}, and should hold number {number} alone")
 
-    def _ask(self, method: str, argument: Any) -> dict[str, Any]:
-        """What a method of `worker.ServedWeights` answers."""
-        (told,) = self._engine.collective_rpc(method, args=(json.dumps(argument),))
-        if "error" in told:
-            raise EngineError(told["error"])
+    def _ask(self, method: str, argument: Any) -> list[dict[str, Any]]:
+        """What a method of `worker.ServedWeights` answers, of each worker."""
+        told = self._engine.collective_rpc(method, args=(json.dumps(argument),))
+        for one in told:
+            if "error" in one:
+                raise EngineError(one["error"])
         return told

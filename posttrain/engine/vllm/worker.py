@@ -3,7 +3,8 @@
 `Direct` is a weight transfer backend in vLLM's own registry. It takes named Hugging Face tensors, in process or in a
 safetensors file that both sides can read. `ServedWeights` is a worker extension. It recovers every tensor, under its
 Hugging Face name, from what the layers multiply with now. So the fingerprint is that of the served weights, not a
-copy of what was sent.
+copy of what was sent. One of several workers takes its part of each tensor (vLLM's own loader cuts it), and reads back
+that part; `worker_parts` says how the whole is shown to be right.
 
 Importing this module registers both. A server imports it because of `--worker-extension-cls`.
 """
@@ -11,8 +12,12 @@ Importing this module registers both. A server imports it because of `--worker-e
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
+import time
 from dataclasses import dataclass, field
+from multiprocessing import current_process, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +31,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from posttrain.engine.fingerprint import fingerprints
+from posttrain.engine.vllm.cuts import cut_of
+from posttrain.engine.vllm.launch import GRACE
 from posttrain.engine.vllm.start import BACKEND
+from posttrain.engine.vllm.worker_parts import WorkerPart
 
 ROWS = 512
 """Rows of the identity matrix in one probe of a layer."""
@@ -103,21 +111,24 @@ class ServedWeights:
             "dtype": str(model.dtype).removeprefix("torch."),
             "vocabulary": model.get_vocab_size(),
             "workers": config.parallel_config.world_size_across_dp,
+            "tensor_parallel": config.parallel_config.tensor_parallel_size,
             "max_loras": 0 if config.lora_config is None else config.lora_config.max_loras,
             "max_lora_rank": 0 if config.lora_config is None else config.lora_config.max_lora_rank,
         }
 
     def posttrain_digests(self, wanted: str) -> dict[str, Any]:
-        """{"digests": the digest of each served tensor}, under the names, dtypes and shapes of the learner.
+        """{"digests": the digest of each served tensor}, under the names, dtypes and shapes of the learner. Of a tensor
+        that is cut among workers it is that of this worker's part, and "parts" has which part that is.
 
         Args:
             wanted: JSON list of [name, dtype, shape]. Returns {"error": ...} where a tensor cannot be recovered.
         """
-        model = self.get_model()  # type: ignore[attr-defined]
+        reader = _TensorReader(self.get_model(), json.loads(wanted))  # type: ignore[attr-defined]
         try:
-            return {"digests": fingerprints(_TensorReader(model, json.loads(wanted)).tensors())}
+            digests = fingerprints(reader.tensors())
         except LookupError as error:
             return {"error": str(error)}
+        return {"digests": digests, "parts": {name: part.plain() for name, part in reader.parts.items()}}
 
     def posttrain_places(self, names: str) -> dict[str, Any]:
         """{"missing": those tensors of an adapter, of a JSON list of names, for which no layer has a place}."""
@@ -140,6 +151,8 @@ class _TensorReader:
         self._zeros: dict[str, Tensor] = getattr(model, _ZEROS, {})
         self._heads = [m for m in self._modules.values() if isinstance(m, ParallelLMHead)]
         self._adapted = any(ADAPTER.fullmatch(name) for name in self._wanted)
+        self.parts: dict[str, WorkerPart] = {}
+        """Of the tensors of which this worker holds a part."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         found = [(name, self._tensor(name, dtype, shape)) for name, (dtype, shape) in self._wanted.items()]
@@ -153,18 +166,33 @@ class _TensorReader:
         if named is None:
             return None
         path, which = named.groups()
+        module, index = self._place(path)
+        stacks = getattr(module, f"lora_{which.lower()}_stacked", None)
+        at = index or 0
+        return stacks[at][0, 0] if isinstance(stacks, tuple) and at < len(stacks) else None
+
+    def _place(self, path: str) -> tuple[nn.Module | None, int | None]:
+        """The module of a learner's layer, and which of its fused matrices that is; None: it is not fused."""
         parent, _, last = path.rpartition(".")
-        index = 0
         module = self._modules.get(path)
         if module is None and last in self._fused:
             fused, shards = self._fused[last]
-            module, index = self._modules.get(f"{parent}.{fused}"), shards.index(last)
-        stacks = getattr(module, f"lora_{which.lower()}_stacked", None)
-        return stacks[index][0, 0] if isinstance(stacks, tuple) and index < len(stacks) else None
+            return self._modules.get(f"{parent}.{fused}"), shards.index(last)
+        return module, None
+
+    def _adapter_part(self, name: str) -> WorkerPart | None:
+        """A is cut where the layer's input is, B where its output is. None: this worker holds all of it."""
+        named = ADAPTER.fullmatch(name)
+        module, index = self._place(named[1]) if named else (None, None)
+        cut = None if module is None else cut_of(getattr(module, "base_layer", module), "weight")
+        cut_one = "A" if cut is not None and cut.axis else "B"
+        return None if cut is None or named is None or named[2] != cut_one else cut.part(index)
 
     def _adapter(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of the adapter. Beside it, its room holds zeros."""
         whole = self.stack(name)
+        if (part := self._adapter_part(name)) is not None:
+            self.parts[name], shape = part, part.shape(shape)
         if whole is None or len(shape) != 2 or any(a > b for a, b in zip(shape, whole.shape, strict=True)):
             raise LookupError(f"{name} has no place in vLLM's {type(self._model).__name__}")
         value = whole[: shape[0], : shape[1]]
@@ -186,29 +214,41 @@ class _TensorReader:
 
     def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         adapter = ADAPTER.fullmatch(name) is not None
-        value = self._adapter(name, shape) if adapter else self._value(name.replace(".base_layer.", "."), shape)
-        if tuple(value.shape) != shape:
-            raise LookupError(f"{name} is {shape} in the learner and {tuple(value.shape)} in vLLM")
+        value = self._adapter(name, shape) if adapter else self._value(name, shape)
+        part = self.parts.get(name)
+        if tuple(value.shape) != (own := shape if part is None else part.shape(shape)):
+            raise LookupError(f"{name} is {own} in the learner and {tuple(value.shape)} in vLLM")
         same = value.to(dtype)
         if same.dtype != value.dtype and not torch.equal(same.to(value.dtype), value):
             raise LookupError(f"{name} is {dtype} in the learner; vLLM serves it in {value.dtype} with other values")
         if name in self._zeros:
-            same = torch.where(self._zeros[name].to(same.device) & (same == 0), -0.0, same)
+            zeros = self._zeros[name] if part is None else part.of(self._zeros[name])
+            same = torch.where(zeros.to(same.device) & (same == 0), -0.0, same)
         return same + 0.0 if self._adapted and same.is_floating_point() else same  # see HotLoad.served_beneath
 
     def _value(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        path, _, leaf = name.rpartition(".")
+        """What this worker holds of a tensor; `parts` then has which part that is."""
+        plain = name.replace(".base_layer.", ".")
+        path, _, leaf = plain.rpartition(".")
         parent, _, last = path.rpartition(".")
         if (module := self._plain(path)) is not None and hasattr(module, leaf):
             whole = self._leaf(module, leaf)
             if leaf == "weight" and any(h.weight is module.weight for h in self._heads):
                 whole = self._tied(module, whole)
-            if type(self._model).__name__.startswith("GPT2") and name.endswith(TRANSPOSED):
-                whole = whole.t()
+            turned = type(self._model).__name__.startswith("GPT2") and plain.endswith(TRANSPOSED)
+            if (cut := cut_of(module, leaf)) is not None:
+                part = cut.part()
+                self.parts[name] = WorkerPart(1 - part.axis, part.ranges) if turned else part
+                shape = self.parts[name].shape(shape)
+            whole = whole.t() if turned else whole
             return whole[: shape[0]] if hasattr(module, "org_vocab_size") else whole
         if last in self._fused:
             fused, shards = self._fused[last]
             module = self._plain(f"{parent}.{fused}")
+            if module is not None and (cut := cut_of(module, leaf)) is not None:
+                index = shards.index(last)
+                self.parts[name], (begin, end) = cut.part(index), cut.place(index)
+                return self._leaf(module, leaf)[begin:end]
             if module is not None:
                 begin = sum(self._rows(f"{parent}.{s}", leaf) for s in shards[: shards.index(last)])
                 return self._leaf(module, leaf)[begin : begin + shape[0]]
@@ -263,3 +303,15 @@ def _multiplied(layer: Any) -> Tensor:
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, Direct)
+
+
+def _end_with(engine: Any) -> None:
+    """End this worker with the process of its engine. vLLM's worker looks for that between two calls only, and inside
+    of one it can spin for ever, where the worker that it waits for was killed too."""
+    engine.join()
+    time.sleep(GRACE)
+    os._exit(1)
+
+
+if current_process().name.startswith("VllmWorker") and (_engine := parent_process()) is not None:
+    threading.Thread(target=_end_with, args=(_engine,), name="looks for its engine", daemon=True).start()

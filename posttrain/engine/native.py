@@ -1,4 +1,4 @@
-"""The C code of `kernels/`, compiled once per machine by its own C compiler and called on tensors.
+"""The C code of `native_code/`, compiled once per machine by its own C compiler and called on tensors.
 
 The library is in the user's cache folder. Its name is a hash of source, compiler, flags and processor, so a change of
 any of them makes a new library. Without a working compiler the engine uses torch's own operations, which are slower but
@@ -27,7 +27,7 @@ from posttrain.core.errors import EngineError
 
 LANES = 16
 """The number of columns of a feature-major matrix is a multiple of this."""
-SOURCES = Path(__file__).with_name("kernels")
+SOURCES = Path(__file__).with_name("native_code")
 MAIN = SOURCES / "decoder.c"
 """Includes the other files, so that all code is one compilation unit."""
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
@@ -83,6 +83,7 @@ SIGNATURES = {
     "heads_rows_back": [POINTER] * 8 + [INT] * 3,
     "gate_rows": [POINTER] * 3 + [INT],
     "gate_rows_back": [POINTER] * 5 + [INT],
+    "digest_rows": [POINTER] * 4 + [INT] * 2,
 }
 
 
@@ -91,7 +92,8 @@ Attend = Callable[[Tensor, Tensor, float, int | None], None]
 
 
 class Kernels:
-    """The compiled functions. All tensors must be float32 and on the CPU; the caller ensures both."""
+    """The compiled functions. All tensors must be float32, or int64 for `digest_rows`, and on the CPU; the caller
+    ensures both."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in SIGNATURES.items():
@@ -102,6 +104,7 @@ class Kernels:
         self.rms_rows, self.rms_rows_back = library.rms_rows, library.rms_rows_back
         self.heads_rows, self.heads_rows_back = library.heads_rows, library.heads_rows_back
         self.gate_rows, self.gate_rows_back = library.gate_rows, library.gate_rows_back
+        self.digest_rows = library.digest_rows
 
     def attend(
         self,

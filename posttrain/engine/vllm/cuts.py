@@ -1,0 +1,93 @@
+"""How vLLM's layers cut their tensors among its workers (tensor parallelism): which rows or columns this worker holds.
+
+The layers say it themselves: the same attributes from which vLLM's own weight loaders cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from posttrain.engine.vllm.worker_parts import WorkerPart
+
+
+@dataclass(frozen=True)
+class CutMatrix:
+    """What this worker holds of one Hugging Face matrix."""
+
+    total: int
+    """Rows or columns of the whole matrix."""
+    begin: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the layer's tensor is cut: rows (axis 0) or columns (1) of one matrix, or of several that are fused."""
+
+    axis: int
+    shards: tuple[CutMatrix, ...]
+
+    def part(self, index: int | None = None) -> WorkerPart:
+        """Of the fused matrix `index`, or of all as one matrix."""
+        if index is not None:
+            return WorkerPart(self.axis, (_range(self.shards[index], 0),))
+        offsets = [sum(s.total for s in self.shards[:i]) for i in range(len(self.shards))]
+        return WorkerPart(self.axis, tuple(_range(s, o) for s, o in zip(self.shards, offsets, strict=True)))
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(begin, end) of the fused matrix `index` in this worker's tensor."""
+        begin = sum(s.size for s in self.shards[:index])
+        return begin, begin + self.shards[index].size
+
+
+def cut_of(layer: Any, leaf: str) -> Cut | None:
+    """How a layer's tensor (`weight` or `bias`) is cut. None: each worker holds all of it.
+
+    Raises:
+        LookupError: in a way that is not known here.
+    """
+    if isinstance(layer, VocabParallelEmbedding):
+        at = layer.shard_indices
+        begin, end = at.org_vocab_start_index, at.org_vocab_end_index
+        return _cut(layer.tp_size, 0, CutMatrix(layer.org_vocab_size, begin, end - begin))
+    if not isinstance(layer, LinearBase) or isinstance(layer, ReplicatedLinear):
+        return None
+    rank, count = layer.tp_rank, layer.tp_size
+    if isinstance(layer, RowParallelLinear):
+        n = layer.input_size_per_partition
+        return _cut(count, 1, CutMatrix(layer.input_size, rank * n, n)) if leaf == "weight" else None
+    if isinstance(layer, QKVParallelLinear):
+        own, kv = rank, rank // layer.num_kv_head_replicas
+        sizes = [
+            (own, layer.num_heads, layer.total_num_heads, layer.head_size),
+            (kv, layer.num_kv_heads, layer.total_num_kv_heads, layer.head_size),
+            (kv, layer.num_kv_heads, layer.total_num_kv_heads, layer.v_head_size),
+        ]
+        return _cut(count, 0, *[CutMatrix(total * size, at * n * size, n * size) for at, n, total, size in sizes])
+    if isinstance(layer, MergedColumnParallelLinear):
+        return _cut(count, 0, *[CutMatrix(n, rank * (n // count), n // count) for n in layer.output_sizes])
+    if isinstance(layer, ColumnParallelLinear):
+        n = layer.output_size_per_partition
+        return _cut(count, 0, CutMatrix(layer.output_size, rank * n, n))
+    raise LookupError(
+        f"vLLM's {type(layer).__name__} is cut among workers in a way that is not known here: set engine.workers=1"
+    )
+
+
+def _cut(count: int, axis: int, *shards: CutMatrix) -> Cut | None:
+    return None if count == 1 else Cut(axis, shards)
+
+
+def _range(shard: CutMatrix, offset: int) -> tuple[int, int]:
+    return offset + shard.begin, offset + shard.begin + shard.size

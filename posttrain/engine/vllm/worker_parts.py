@@ -1,0 +1,139 @@
+"""What each of several vLLM workers holds of a tensor, and the proof that together they hold what was sent.
+
+A worker keeps only its part of a cut tensor, so none of them can compute the digest of the whole. Each reads the part
+that it computes with, and says which rows or columns that is, with their digest. Here the same rows or columns are cut
+out of the tensor that was sent. Where all digests are equal and the parts leave no gap, the workers serve that tensor.
+No module of vLLM is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.core.errors import EngineError
+from posttrain.engine.fingerprint import digest_of, fingerprints
+
+BUCKET = 256 << 20
+"""Most bytes that are written at once for several workers or a server to read. A larger tensor travels alone."""
+
+
+@dataclass(frozen=True)
+class WorkerPart:
+    """Ranges of one axis of a tensor, one after another."""
+
+    axis: int
+    ranges: tuple[tuple[int, int], ...]
+    """(begin, end) of each."""
+
+    @property
+    def size(self) -> int:
+        return sum(end - begin for begin, end in self.ranges)
+
+    def of(self, whole: Tensor) -> Tensor:
+        pieces = [whole.narrow(self.axis, begin, end - begin) for begin, end in self.ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the part of a tensor with this shape."""
+        return (*whole[: self.axis], self.size, *whole[self.axis + 1 :])
+
+    def plain(self) -> list[Any]:
+        """The same as data that travels: [axis, [[begin, end], ...]]."""
+        return [self.axis, [list(r) for r in self.ranges]]
+
+    @staticmethod
+    def read(plain: Sequence[Any]) -> WorkerPart:
+        axis, ranges = plain
+        return WorkerPart(axis, tuple((begin, end) for begin, end in ranges))
+
+
+def served(
+    told: Sequence[Mapping[str, Any]], sent: Callable[[str], Tensor | None], whole: Mapping[str, str]
+) -> tuple[dict[str, str], str]:
+    """The digest of each tensor that the workers serve together, and words about what is not as it was sent.
+
+    Args:
+        told: what `worker.ServedWeights.posttrain_digests` answered, one for each worker.
+        sent: the tensor of a name as it was sent; None where none was.
+        whole: the digests of the tensors that were sent.
+
+    Returns: digests that equal those of `whole` where all is well; the words are '' then. One worker's digests are
+        returned as they are.
+    """
+    if len(told) == 1:
+        return dict(told[0]["digests"]), ""
+    parts = [{n: WorkerPart.read(p) for n, p in one["parts"].items()} for one in told]
+    found, wrong = dict[str, str](), dict[int, list[str]]()
+    wanted = [_wanted(one["digests"], own, sent, whole) for one, own in zip(told, parts, strict=True)]
+    for name in told[0]["digests"]:
+        digests = [one["digests"][name] for one in told]
+        for worker, digest in enumerate(digests):
+            if digest != wanted[worker].get(name):
+                wrong.setdefault(worker, []).append(name)
+        same = all(digest == w.get(name) for digest, w in zip(digests, wanted, strict=True))
+        tensor = sent(name)
+        if tensor is not None and not _whole([own.get(name) for own in parts], tensor.shape):
+            raise EngineError(f"no worker of vLLM serves some rows or columns of {name!r}: set engine.workers=1")
+        found[name] = whole[name] if same else f"parts {' '.join(digests)}"
+    return found, "; ".join(_words(worker, len(told), names) for worker, names in sorted(wrong.items()))
+
+
+def fingerprint_served(told: Sequence[Mapping[str, Any]], given: Sequence[tuple[str, Tensor]]) -> str:
+    """The fingerprint of what the workers serve together. Where some do not serve what was given, words beside it say
+    which, so that it equals no other."""
+    sent = dict(given)
+    digests, wrong = served(told, sent.get, fingerprints(given) if len(told) > 1 else {})
+    return digest_of(digests) + (f" ({wrong})" if wrong else "")
+
+
+def _wanted(
+    digests: Iterable[str],
+    parts: Mapping[str, WorkerPart],
+    sent: Callable[[str], Tensor | None],
+    whole: Mapping[str, str],
+) -> dict[str, str]:
+    """The digests that a worker should have told, by name; none of a tensor that was not sent."""
+
+    def cut() -> Iterator[tuple[str, Tensor]]:
+        for name, part in parts.items():
+            if (tensor := sent(name)) is not None:
+                yield name, part.of(tensor)
+
+    return {n: whole[n] for n in digests if n in whole and n not in parts} | fingerprints(cut())
+
+
+def _whole(parts: Sequence[WorkerPart | None], shape: Sequence[int]) -> bool:
+    """Whether these parts, one for each worker, leave nothing of a tensor out. None: all of it."""
+    if None in parts:
+        return True
+    held = [part for part in parts if part is not None]
+    if len({part.axis for part in held}) != 1:
+        return False
+    end = 0
+    for begin, upto in sorted(r for part in held for r in part.ranges):
+        if begin > end:
+            return False
+        end = max(end, upto)
+    return end == shape[held[0].axis]
+
+
+def _words(worker: int, count: int, names: Sequence[str]) -> str:
+    return f"worker {worker} of {count} serves {len(names)} tensors otherwise than they were sent, such as {names[0]!r}"
+
+
+def buckets(given: Iterable[tuple[str, Tensor]], most: int = 0) -> Iterator[dict[str, Tensor]]:
+    """The tensors in their order, at most so many bytes at once (0: `BUCKET`), on the CPU."""
+    most, held, size = most or BUCKET, dict[str, Tensor](), 0
+    for name, tensor in given:
+        if held and size + tensor.nbytes > most:
+            yield held
+            held, size = {}, 0
+        held[name] = tensor.contiguous().cpu()
+        size += tensor.nbytes
+    if held:
+        yield held
