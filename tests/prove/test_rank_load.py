@@ -95,8 +95,8 @@ def test_files_that_change_while_they_are_read_are_found(tmp_path: Path, monkeyp
 @pytest.mark.skipif("memory" not in PARTS, reason="not drawn")
 def test_ranks_that_read_rows_need_less_memory(tmp_path: Path) -> None:
     """Beyond what the same run of a small model needs: a rank that reads rows needs, with the checks at load, less than
-    half of what one needs that is sent the model, which has several copies at once. Rank 0 needs the copy of its engine
-    beside, and without one no more than the others."""
+    a whole copy, and one that is sent the model several. Rank 0 needs the copy of its engine beside, and the digest of
+    the model, which it reads a weight at a time."""
     for size in ("wide", "small"):
         saved(tmp_path, size)
     whole = sum(p.stat().st_size for p in (tmp_path / "wide").glob("*.safetensors"))
@@ -111,5 +111,6 @@ def test_ranks_that_read_rows_need_less_memory(tmp_path: Path) -> None:
     sent = min(found["whole, local"][1:])
     assert sent > 2 * whole
     for more in (found["rows, local"][1:], found["rows, processes"][1:]):
-        assert max(more) < 1.25 * whole and max(more) < sent / 2
-    assert found["rows, local"][0] < max(found["rows, local"][1:]) + 2.25 * whole < found["whole, local"][0]
+        assert max(more) < whole
+    assert found["rows, processes"][0] < 2 * whole
+    assert found["rows, local"][0] < 3 * whole < found["whole, local"][0]
