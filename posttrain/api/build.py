@@ -17,6 +17,7 @@ import transformers
 from posttrain.api.branch import begun_with, run_source
 from posttrain.api.engines import keep_timeline, make_opponent
 from posttrain.api.environments import distinct
+from posttrain.api.fitting import check_judgements, check_prompts
 from posttrain.api.optimizers import beside, make_optimizer, own_learner
 from posttrain.api.placed import placed_engine
 from posttrain.api.placed_environments import PlacedEnvironments, placed_environments
@@ -25,13 +26,13 @@ from posttrain.api.request import check_lengths
 from posttrain.api.reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.api.target import open_policy
 from posttrain.checks.watch import observers, of_run
-from posttrain.controller.parts import RunParts, StageSetting, nothing_is_kept, turns_reach
+from posttrain.controller.parts import RunParts, StageSetting, turns_reach
 from posttrain.controller.rank_lead import RankLead
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.book import Book
 from posttrain.core.engines import Embedded
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Environment, Reference, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Run
@@ -45,15 +46,13 @@ from posttrain.engine.models import Policy, base_digest, load_policy
 from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze, frozen_module
 from posttrain.environment.render import RenderedDialogue, Renderer
-from posttrain.environment.rows import placed
 from posttrain.role.generative_judge import GenerativeJudge
 from posttrain.role.generative_steps import GenerativeStepJudge
-from posttrain.role.judgements import FittingTasks
 from posttrain.role.memory import PeakMemory
 from posttrain.role.opponent import Opponent
 from posttrain.role.probe import packed_text
 from posttrain.role.rollout import Rollout
-from posttrain.role.sync import Sync
+from posttrain.role.sync import Sync, nothing_is_kept
 
 CANARY = 16
 """Tokens that learner and engine both score after every push of weights."""
@@ -112,55 +111,13 @@ def words_in_tokens(run: Run, policy: Policy) -> list[str]:
     ]
 
 
-def check_judgements(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
-    """DataError for a judged completion of the data that does not fit into the context, with file and line."""
-    tokenizer: Any = policy.tokenizer
-    render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
-    for stage in stages:
-        if stage.judged is None:
-            continue
-        fitting = FittingTasks.of(env, stage.judged, render, policy.context)
-        if fitting is None or not fitting.left_out or stage.leaves_out_long:
-            continue
-        raise DataError(
-            f"{fitting.first}, and the context is {policy.context}; it is one of {fitting.left_out} judgements that do"
-            f" not fit. Shorten them, raise model.context, or leave them out with {stage.name}.too_long=skip"
-        )
-
-
-def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
-    """DataError, with file and line, for a row whose prompt or demonstration cannot be encoded or does not fit the
-    context."""
-    if (rows := env.abilities.rows) is None:
-        return
-    known = env.abilities.tools
-    tokenizer: Any = policy.tokenizer
-    render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
-    imitates = any(s.demonstrated for s in stages)
-    for row in rows:
-        task = row.task
-        tools = task.tools if known is None else tuple(known(task))
-        with placed(row.place):
-            if task.tools and not render.offers(task.prompt, task.tools):
-                raise DataError(
-                    "the row offers tools, and this model's chat template writes none: take a model whose template"
-                    " knows tools, or set env.args.tools_column= and write them into the prompt"
-                )
-            if row.completion is None or not imitates:
-                render.prompt(task.prompt, task.id, tools)
-            elif (length := sum(map(len, render.pair(task.prompt, row.completion, task.id, tools)))) > policy.context:
-                raise DataError(
-                    f"the prompt and its completion have {length} tokens, and the context is {policy.context}: shorten"
-                    " them or raise model.context"
-                )
-
-
 def make_policy(
     run: Run,
     env: Environment,
     others: Mapping[str, Environment] | None = None,
     written: Path | None = None,
     own: Path | None = None,
+    blank: Policy | None = None,
 ) -> Policy:
     """The policy of a run.
 
@@ -170,13 +127,14 @@ def make_policy(
             environments.
         own: the run's folder, where there is one. A branched run keeps there what it began with, and its weights are
             not loaded.
+        blank: the policy, where its model is not loaded in this process.
     """
     others = others or {}
     alphabets: list[str | None] = [declared(e).alphabet for e in (env, *others.values())]
     known = alphabets[0]
     if others:
         known = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
-    policy = begun_with(own, run) if own is not None else None
+    policy = begun_with(own, run) if own is not None else blank
     if policy is None and run_source(run.model.path) is not None:
         policy = open_policy(run.model, run.seed)
     if policy is None:
@@ -229,7 +187,8 @@ def opponent_of(
     """Who plays against the policy with this share of the reference."""
     engine = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
     sleepers.add(engine)
-    follows = None if share == 1 else Sync(roles.learner, engine, probe_ids(policy), run.model.dtype)
+    probe, forget = probe_ids(policy), forgetting(engine)
+    follows = None if share == 1 else Sync(roles.learner, engine, probe, run.model.dtype, forget=forget)
     return Opponent(engine, follows)
 
 
@@ -259,13 +218,13 @@ def make_roles(
     Args:
         judges: the reward models that judge. None: those of the run's rewards that it did not train itself.
         say: tells the user what happens to engines elsewhere.
-        lead: of a run over ranks, whose learner cuts the weights of the policy.
+        lead: of a run over ranks, whose learner cuts the weights of the policy, or leaves them to the engine.
     """
     refuse_balance(run.stages, policy.module)
     if run.model.router_replay != "none":
         refuse_replay(policy.module)
     renderer = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, run.model.history)
-    serving = placed_engine(run, policy, renderer.decode, say) if lead is not None else None
+    serving = placed_engine(run, policy, renderer.decode, say, lead.by_rows) if lead is not None else None
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = own_learner(run, policy) if lead is None else lead_learner(run, policy, lead)
     serving = serving or placed_engine(run, policy, renderer.decode, say)
@@ -282,8 +241,13 @@ def make_roles(
                 judge.close()
 
     away = None if isinstance(engine, EmbeddedEngine) else turns_reach
-    sync = Sync(learner, engine, probe_ids(policy), run.model.dtype, elsewhere=away)
+    sync = Sync(learner, engine, probe_ids(policy), run.model.dtype, elsewhere=away, forget=forgetting(engine))
     return PolicyRoles(learner, engine, renderer, rollout, sync, close)
+
+
+def forgetting(engine: Sampler) -> Callable[[], None]:
+    """What empties the cache of an engine in this process."""
+    return engine.forget if isinstance(engine, EmbeddedEngine) else nothing_is_kept
 
 
 def probe_ids(policy: Policy) -> np.ndarray:
@@ -396,5 +360,4 @@ def make_parts(
         close=close,
         idle=roles.engine.idle if isinstance(roles.engine, EmbeddedEngine) else turns_reach,
         sleep=sleepers.add(roles.engine),
-        forget=roles.engine.forget if isinstance(roles.engine, EmbeddedEngine) else nothing_is_kept,
     )

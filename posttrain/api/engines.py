@@ -66,19 +66,21 @@ def check_engine(run: Run) -> None:
         )
 
 
-def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> Serving:
+def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own: bool = False) -> Serving:
     """The engine of the run in this process, with its own copy of the weights. `placed_engine` also makes those
     elsewhere.
 
     Args:
         text: decodes token ids, special tokens included; stop strings are searched in the result.
+        own: the policy's weights are the engine's alone, so the embedded engine takes no copy.
 
     Raises:
         ConfigError: it cannot keep a stage's sampling contract, or is not installed.
         EngineError: it does not start.
     """
     if isinstance(run.engine, Embedded):
-        return keeping_contracts(run, Serving(embedded_engine(run, run.engine, policy.twin(), text), lambda: None))
+        served = policy if own else policy.twin()
+        return keeping_contracts(run, Serving(embedded_engine(run, run.engine, served, text), lambda: None))
     return keeping_contracts(run, _vllm(run, run.engine, policy))
 
 

@@ -58,7 +58,7 @@ def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]
     from posttrain.engine.fingerprint import fingerprint
     from posttrain.engine.models import base_digest, named_tensors
 
-    weights = fingerprint(named_tensors(policy.module))
+    weights = fingerprint(policy.numbers(named_tensors(policy.module)))
     facts: dict[str, Any] = {
         "weights": weights,
         "base": policy.rounded_from or (base_digest(policy) if policy.lora is not None else ""),

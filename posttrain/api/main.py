@@ -33,7 +33,7 @@ from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.given import Given
 from posttrain.core.ladders import AnyAlgorithm
-from posttrain.core.over_ranks import SECONDS, RankOptions, torchrun_rank, under_torchrun
+from posttrain.core.over_ranks import SECONDS, Cut, RankOptions, torchrun_rank, under_torchrun
 from posttrain.core.ports import Environment
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Evaluation, Reinforce, Run
@@ -62,6 +62,7 @@ def run(
     nproc: int | None = None,
     rank_timeout: float = SECONDS,
     replicas: int = 1,
+    parallel: Cut = "rows",
     **settings: Any,
 ) -> Result:
     """Run a recipe, or go on with a run that was cut or that shall be longer.
@@ -83,13 +84,14 @@ def run(
         nproc: train with so many processes on this machine, each with a part of the weights (docs/shards.md).
         rank_timeout: seconds that one of them waits for the others before the run stops and says for whom.
         replicas: copies of the weights among these processes; each copy is cut over the same number of them.
+        parallel: how they share the model: `rows` of every weight, or `tensor`: columns and rows of each layer.
         settings: any other setting by its name: `model="my-model", steps=50, sampling={"max_tokens": 64}`.
     """
     named = {"env": env, "algorithm": algorithm}
     words = [*overrides, *setting_words({n: v for n, v in named.items() if isinstance(v, str)} | settings)]
     own = None if isinstance(algorithm, str) else algorithm
     handed = HandedObjects(None if isinstance(env, str) else env, rewards, own)
-    ranks = RankOptions(nproc=nproc, seconds=rank_timeout, replicas=replicas)
+    ranks = RankOptions(nproc=nproc, seconds=rank_timeout, replicas=replicas, parallel=parallel)
     if under_torchrun() and torchrun_rank() > 0:
         from posttrain.api.ranked import follow
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from posttrain import faults
+from posttrain.api.by_rows import here
 from posttrain.api.engines import Serving, check_vllm, keeping_contracts, make_engine
 from posttrain.api.torch_settings import use_deterministic, use_threads
 from posttrain.core.engines import Embedded
@@ -25,7 +26,7 @@ from posttrain.core.errors import EngineError
 from posttrain.core.placement import Local, Processes, Ray, check_machine
 from posttrain.core.ports import Sampler
 from posttrain.core.run import Run, Supervised
-from posttrain.engine.models import Policy
+from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.parcel.carrier import Carrier
 from posttrain.engine.parcel.collective import LOOPBACK, CollectiveCarrier
 from posttrain.engine.parcel.receiver import ParcelReceiver
@@ -37,6 +38,7 @@ from posttrain.engine.pool.engine_process import ProcessHost
 from posttrain.engine.pool.host import EngineHost
 from posttrain.engine.pool.hosted import EngineFacts, EngineStart
 from posttrain.engine.pool.ray_host import RayCluster, RayHost, node_address
+from posttrain.engine.sharded_load import BlankPolicy
 from posttrain.engine.vllm.start import BINDING
 from posttrain.environment.render import Renderer
 from posttrain.verifier.workers.pool import begin_workers
@@ -59,7 +61,8 @@ class EngineParts:
     """Makes the engine of a run in another process. It is pickled with the policy in it."""
 
     run: Run
-    policy: Policy
+    policy: Policy | None
+    """None: the process reads the model by itself."""
     threads: int
 
     def __call__(self) -> Sampler:
@@ -67,26 +70,31 @@ class EngineParts:
         use_deterministic(self.run.deterministic)
         os.environ.setdefault(BINDING, "nobind")
         PLANTED.enter_context(faults.planted(self.run.fault))
-        policy, tokenizer = self.policy, cast("Any", self.policy.tokenizer)
-        render = Renderer(tokenizer, policy.stop_ids, policy.context, self.run.model.history)
-        return make_engine(self.run, policy, render.decode).sampler
+        policy = self.policy or load_policy(self.run.model, None, self.run.seed)
+        render = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, self.run.model.history)
+        return make_engine(self.run, policy, render.decode, own=True).sampler
 
 
 def placed_engine(
-    run: Run, policy: Policy, text: Callable[[np.ndarray], str], say: Callable[[str], None] = lambda line: None
+    run: Run,
+    policy: Policy,
+    text: Callable[[np.ndarray], str],
+    say: Callable[[str], None] = lambda line: None,
+    own: bool = False,
 ) -> Serving:
     """The engine of the run where `Run.placement` says: here, or several elsewhere as one.
 
     Args:
         text: decodes token ids, special tokens included; stop strings are searched in the result.
         say: tells the user what happens to engines elsewhere.
+        own: the policy's weights are the engine's alone.
 
     Raises:
         ConfigError: it cannot keep a stage's sampling contract, or is not installed.
         EngineError: it does not start.
     """
     if isinstance(run.placement, Local):
-        return make_engine(run, policy, text)
+        return make_engine(run, policy, text, own)
     if not isinstance(run.engine, Embedded):
         check_vllm(run, run.engine, policy)
     pool = engine_pool(run, run.placement, policy, say)
@@ -102,7 +110,10 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
     """
     check_machine(placement)
     threads = placement.cores or torch.get_num_threads()
-    parts = EngineParts(_for_engine(run), replace(policy.twin(), reward_head=None), threads)
+    if isinstance(policy, BlankPolicy):
+        parts = EngineParts(_for_engine(replace(run, model=here(run.model))), None, threads)
+    else:
+        parts = EngineParts(_for_engine(run), replace(policy.twin(), reward_head=None), threads)
     try:
         start = pickle.dumps(EngineStart(parts, ParcelReceiver), pickle.HIGHEST_PROTOCOL)
     except Exception as error:

@@ -4,48 +4,59 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from posttrain import faults
+from posttrain.api.by_rows import here
 from posttrain.api.torch_settings import use_deterministic, use_threads
 from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.precision import ScaleCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.watch import checks_of
+from posttrain.controller.lead_learner import LeadLearner, LeadTensorLearner
 from posttrain.controller.parts import RunParts
 from posttrain.controller.rank_checks import rank_observers
 from posttrain.controller.rank_lead import (
-    LeadLearner,
     LeadReference,
     RankLead,
     lead_optimizer,
     lead_trainer,
 )
-from posttrain.controller.rank_state import RankState
+from posttrain.controller.rank_state import RankLearner, RankState
 from posttrain.controller.rank_worker import work
 from posttrain.core import seeds
 from posttrain.core.errors import EngineError
 from posttrain.core.lifetime import ending_with_parent
 from posttrain.core.machine import cores
-from posttrain.core.over_ranks import RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
-from posttrain.core.run import Run
+from posttrain.core.over_ranks import Cut, RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
+from posttrain.core.run import Model, Run
 from posttrain.engine import attention
-from posttrain.engine.models import Policy
+from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.rank_orders import END, HERE, LONG, RankLost, Store, met
 from posttrain.engine.rank_processes import RankProcesses
-from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded import ShardedLearner, refuse_ranks
+from posttrain.engine.sharded_load import BlankPolicy, blank_policy, read_rows
 from posttrain.engine.sharded_reference import Mould
+from posttrain.engine.tensor_parallel import TensorLearner, columns_and_rows
+
+L = TypeVar("L", bound=RankLearner)
 
 WORKER = "posttrain.controller.rank_worker"
 LAUNCHER = "the process of torchrun"
+LEARNERS: dict[Cut, tuple[Any, Any]] = {
+    "rows": (LeadLearner, ShardedLearner),
+    "tensor": (LeadTensorLearner, TensorLearner),
+}
+"""How ranks share a model: the learner of rank 0, and of another one."""
 ROWS = (UpdateCheck, FrozenCheck)
 """The checks that every rank makes of its own rows."""
 PLANTED = ExitStack()
@@ -54,13 +65,17 @@ PLANTED = ExitStack()
 
 @dataclass(frozen=True, eq=False)
 class RankStart:
-    """Makes the learner of another rank. It is pickled with the policy in it."""
+    """Makes the learner of another rank. It is pickled with the policy in it, or with the model whose rows each rank
+    reads."""
 
-    policy: Policy
+    policy: Policy | Model
     seed: int
     threads: int
     deterministic: bool
     fault: str | None
+    digest: str
+    """Of the weights, where each rank reads its rows."""
+    parallel: Cut
     how: Mapping[str, Any]
     """Further arguments of the learner."""
 
@@ -69,8 +84,19 @@ class RankStart:
         use_deterministic(self.deterministic)
         PLANTED.enter_context(faults.planted(self.fault))
         torch.manual_seed(seeds.torch_seed(self.seed, "torch"))
-        state.mould = Mould(self.policy)
-        state.own = ShardedLearner(self.policy, state.ranks, **self.how)
+        policy = self.policy if isinstance(self.policy, Policy) else blank_policy(self.policy, self.seed)
+        made(state, policy, self.digest, LEARNERS[self.parallel][1], state.ranks, **self.how)
+
+
+def made(state: RankState, policy: Policy, digest: str, make: Callable[..., L], *given: Any, **how: Any) -> L:
+    """The learner of a rank, as `make` makes it, in its state."""
+    state.mould = Mould(policy)
+    if isinstance(policy, BlankPolicy):
+        learner = read_rows(policy, state.ranks, make, *given, digest=digest, **how)
+    else:
+        learner = make(policy, *given, **how)
+    state.own = learner
+    return learner
 
 
 def begin_rank(state: RankState, start: bytes) -> None:
@@ -105,7 +131,7 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
         except RuntimeError as error:
             why = processes.gone() if processes is not None else ""
             raise RankLost(f"the ranks did not meet: {why or error}. Nothing was begun: start again") from error
-        lead = RankLead(ranks, store, processes)
+        lead = RankLead(ranks, store, processes, options.parallel)
         closing.callback(lead.close)
         yield lead
 
@@ -138,14 +164,26 @@ def rank_threads(run: Run, options: RankOptions) -> int:
     return run.threads or max(1, cores() // here)
 
 
-def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
-    """A learner on every rank. It cuts the weights of the policy in place.
+def refuse_policy(policy: Policy, lead: RankLead, blank: bool) -> None:
+    """ConfigError for a model that ranks cannot share as they are asked to."""
+    if lead.parallel == "tensor":
+        columns_and_rows(policy, lead.ranks.world)
+    else:
+        refuse_ranks(policy, blank)
+
+
+def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner | LeadTensorLearner:
+    """A learner on every rank. It cuts the weights of the policy in place, or each rank reads its rows of them.
 
     Raises:
         EngineError: the model cannot be sent to another process.
+        InvariantError: the rows that ranks have read are not those of the policy.
     """
     how = {"gradient_checkpointing": run.model.checkpointing}
-    start = RankStart(policy, run.seed, torch.get_num_threads(), run.deterministic, run.fault, how)
+    given = here(run.model) if lead.by_rows else policy
+    digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.by_rows else ""
+    told = (run.seed, torch.get_num_threads(), run.deterministic, run.fault, digest, lead.parallel, how)
+    start = RankStart(given, *told)
     try:
         sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
     except Exception as error:
@@ -153,9 +191,8 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner:
             f"the model cannot be sent to another process ({type(error).__name__}: {error}): leave out --nproc"
         ) from error
     with lead.ordered("build the learner", (begin_rank, (sent,))):
-        lead.state.mould = Mould(policy)
-        lead.state.own = made = LeadLearner(policy, lead, **how)
-    return made
+        mine = blank_policy(run.model, run.seed) if lead.by_rows else policy
+        return made(lead.state, mine, digest, LEARNERS[lead.parallel][0], lead, **how)
 
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:

@@ -11,11 +11,12 @@ from pathlib import Path
 from posttrain.api.admit import remember_run
 from posttrain.api.branch import is_branch, same_base
 from posttrain.api.build import facts, make_parts, make_policy, words_in_tokens
+from posttrain.api.by_rows import choose_reading
 from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
 from posttrain.api.lineage import began_with, write_lineage
 from posttrain.api.proofs import prove_start
-from posttrain.api.ranked import leading, over_ranks, rank_threads
+from posttrain.api.ranked import leading, over_ranks, rank_threads, refuse_policy
 from posttrain.api.request import RunRequest
 from posttrain.api.role_table import RoleWatch
 from posttrain.api.summary import conclude, planted_lines
@@ -43,7 +44,6 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.engine.pool.engine_pool import EnginePool
-from posttrain.engine.sharded import refuse_ranks
 from posttrain.role.weights import load_weights
 
 
@@ -144,10 +144,11 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     threads = use_threads(rank_threads(run, request.ranks) if over else run.threads or learner_cores(run.placement))
     cleanup.callback(use_deterministic(run.deterministic))
     lead = cleanup.enter_context(leading(run, request.ranks))
-    policy = session_policy(request)
-    if over:
-        refuse_ranks(policy)
-    notes = request.notes
+    blank, reading = choose_reading(run, lead) if lead is not None else (None, ())
+    policy = session_policy(request, blank)
+    if lead is not None:
+        refuse_policy(policy, lead, blank is not None)
+    notes = (*request.notes, *reading)
     if book is None:
         folder = request.out or new_folder(Path("runs"), run.recipe)
         contained = dict.fromkeys(x for e in request.environments for x in e.abilities.contained)
@@ -210,14 +211,14 @@ def note_session(book: Book, checkpoint: Checkpoint | None) -> tuple[str, ...]:
     return ()
 
 
-def session_policy(request: RunRequest) -> Policy:
-    """The policy of the run. A branch that goes on has all of it in its own folder, but where it was cut before it
-    kept the weights that it began with."""
+def session_policy(request: RunRequest, blank: Policy | None = None) -> Policy:
+    """The policy of the run: `blank` where its model is not loaded in this process. A branch that goes on has all of it
+    in its own folder, but where it was cut before it kept the weights that it began with."""
     run, book, checkpoint = request.run, request.book, request.checkpoint
     if book is None:
-        return make_policy(run, request.environment, request.others)
+        return make_policy(run, request.environment, request.others, blank=blank)
     if not is_branch(book.folder):
-        return same_base(book.folder, make_policy(run, request.environment, request.others))
+        return same_base(book.folder, make_policy(run, request.environment, request.others, blank=blank))
     kept = (book.folder / "kept" / START).is_dir()
     own = book.folder if checkpoint is not None or kept else None
     policy = make_policy(run, request.environment, request.others, own=own)

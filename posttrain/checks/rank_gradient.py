@@ -17,6 +17,7 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.ranks import joint_norm, of_one_copy
 from posttrain.engine.sharded import NARROW, ShardedLearner
 from posttrain.engine.sharded_cut import first_row
+from posttrain.engine.tensor_parallel import TensorLearner
 
 DEAF = (
     "{} get no gradient from the values that they make: values would stay as they are. Look for a detach, a hook, or"
@@ -69,6 +70,38 @@ def silent_on_all_ranks(
     else:  # the values send gradients into the policy too: those of the log-probs alone are wanted
         summed_once(learner, packed, parameters, _of_logp(learner, packed, parameters, head))
     return [n for n in parameters if n not in heard]
+
+
+def silent_in_parts(
+    learner: TensorLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
+) -> list[str]:
+    """The parameters of which some rank's part gets no gradient, where layers are cut by columns and rows and each rank
+    computes all tokens. Every rank calls it with the same tokens.
+
+    Raises:
+        InvariantError: the value head gets no gradient, or the gradients of all parts are not that of the log-probs.
+    """
+    scores = learner.forward(packed, entropy=False, value=bool(head))
+    (scores.logp * cotangent(scores.logp)).sum().backward(retain_graph=bool(head))
+    found = _taken(parameters)
+    if scores.value is not None and head:
+        scores.value.sum().backward()
+        heads = _taken(head)
+        _taken(parameters)
+        if deaf := [n for n in head if n not in heads or not bool(heads[n].any())]:
+            raise InvariantError(DEAF.format(", ".join(deaf)))
+    own = {n: bool(g.any()) for n, g in found.items()}
+    table = learner.holders.every(own)
+    summed_once(learner, packed, parameters, found)
+    return [n for n in parameters if not all(one.get(n, False) for one in table)]
+
+
+def _taken(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Their gradients, which they have no more."""
+    found = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
+    for p in parameters.values():
+        p.grad = None
+    return found
 
 
 def _of_logp(
@@ -144,12 +177,18 @@ def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted:
 
 @torch.no_grad()
 def summed_once(
-    learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], gradient: Mapping[str, torch.Tensor]
+    learner: ShardedLearner | TensorLearner,
+    packed: Packed,
+    parameters: Mapping[str, Any],
+    gradient: Mapping[str, torch.Tensor],
 ) -> None:
     """Moving the weights along the gradient changes the log-probs as the gradient says."""
-    ranks = learner.ranks
-    own = math.sqrt(math.fsum(float(g.double().square().sum()) for g in gradient.values()))
-    squared = joint_norm(of_one_copy(ranks, own, "gradient")) ** 2
+    if isinstance(learner, TensorLearner):
+        ranks, squared = learner.holders, learner.norm(gradient) ** 2
+    else:
+        ranks = learner.ranks
+        own = math.sqrt(math.fsum(float(g.double().square().sum()) for g in gradient.values()))
+        squared = joint_norm(of_one_copy(ranks, own, "gradient")) ** 2
     if not squared or not math.isfinite(squared):
         return
     before = {n: parameters[n].detach().clone() for n in gradient}

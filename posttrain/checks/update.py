@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.checks.rank_gradient import DEAF, cotangent, silent_on_all_ranks
+from posttrain.checks.rank_gradient import DEAF, cotangent, silent_in_parts, silent_on_all_ranks
 from posttrain.checks.schedule import due
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
@@ -23,6 +23,7 @@ from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.streams import ADVANTAGE
 from posttrain.engine.learner import HEADS
 from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.tensor_parallel import TensorLearner
 from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, ObserverReport, PackedEvent
 from posttrain.role.probe import packed_text
 from posttrain.role.roles import StageRoles
@@ -64,6 +65,8 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
     head = {n: p for n, p in learner.parameters().items() if n.startswith("value_head.")}
     if isinstance(learner, ShardedLearner):
         silent = silent_on_all_ranks(learner, packed, parameters, head)
+    elif isinstance(learner, TensorLearner):
+        silent = silent_in_parts(learner, packed, parameters, head)
     else:
         scores = learner.forward(packed, entropy=False, value=bool(head))
         if head:
@@ -151,7 +154,10 @@ class Handed:
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
         norm = math.sqrt(math.fsum(float(held(g).double().square().sum()) for g in grads.values()))
         ranks: Ranks = getattr(optimizer, "ranks", ALONE)
-        norm = norm if ranks.world == 1 else joint_norm(of_one_copy(ranks, norm, "gradient"))
+        if ranks.world > 1:
+            norm = joint_norm(of_one_copy(ranks, norm, "gradient"))
+        elif (whole := getattr(optimizer, "whole_norm", None)) is not None:
+            norm = whole(grads)  # of parts that several ranks hold
         grads = {n: g for n, g in grads.items() if held(g).numel()}  # a rank may have no row of a weight
         largest: dict[str, Largest] = {}
         for name, g in grads.items():

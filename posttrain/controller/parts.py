@@ -25,8 +25,8 @@ from posttrain.role.sync import Sync
 from posttrain.role.trainer import Trainer, WeightOptimizer
 
 
-def nothing_is_kept() -> None:
-    """What an engine elsewhere caches is in no record."""
+def nothing_sleeps() -> None:
+    """Where no engine shall sleep."""
 
 
 ROUNDS = 16
@@ -112,9 +112,7 @@ class RunParts:
     """Stops the engine and frees its threads, processes and memory."""
     idle: Callable[[], Awaitable[None]] = nothing_waits
     """Waits until an engine that computes in this process has nothing to say now, or one elsewhere has its turns."""
-    forget: Callable[[], None] = nothing_is_kept
-    """Empties the prefix cache of an engine in this process."""
-    sleep: Callable[[], None] = nothing_is_kept
+    sleep: Callable[[], None] = nothing_sleeps
     """Called before the learner works: engines in this process that shall sleep then free their caches."""
     queue: GroupQueue | None = None
     """What the stage of now asked ahead of the learner."""
@@ -187,7 +185,7 @@ class RunParts:
         await self.publish()
         result = await evaluate(setting.rollout, setting.environment.heldout, sampling, self.run.evaluation)
         self.sampler.gauges()
-        self.forget()
+        self.sync.forget()
         return result
 
     def trainer(self, config: OptimizerConfig, micro_tokens: int) -> Trainer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,15 @@ from posttrain.algorithm.losses import Loss
 from posttrain.controller import rank_state as together
 from posttrain.controller.rank_state import RankState
 from posttrain.controller.rank_worker import EXCHANGE, Proceed, StepOrder, of_exchange
-from posttrain.core.adapter import AdapterTrial
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauges
-from posttrain.core.scores import Odds, TokenScores
-from posttrain.core.shards import Shard
+from posttrain.core.over_ranks import Cut
 from posttrain.core.stage import Optimizer
 from posttrain.core.types import Top
-from posttrain.engine.gather import gathered
-from posttrain.engine.models import Policy
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.rank_orders import RankLost, RankOrders, Store
 from posttrain.engine.rank_processes import RankProcesses
-from posttrain.engine.sharded import ShardedLearner
 from posttrain.role.events import (
     UNOBSERVED,
     Event,
@@ -54,7 +48,9 @@ class RankLead:
         processes: the other ranks, where this process has started them; None: somebody else did, such as torchrun.
     """
 
-    def __init__(self, ranks: ProcessRanks, store: Store, processes: RankProcesses | None = None) -> None:
+    def __init__(
+        self, ranks: ProcessRanks, store: Store, processes: RankProcesses | None = None, parallel: Cut = "rows"
+    ) -> None:
         self.ranks, self.state = ranks, RankState(ranks)
         self._orders, self._processes = RankOrders(ranks, store), processes
         self._inside = 0
@@ -66,6 +62,10 @@ class RankLead:
         self.dropped: list[int] = []
         """References that nobody reads any more."""
         self._number = 0
+        self.parallel: Cut = parallel
+        """How ranks share the model."""
+        self.by_rows = False
+        """Whether each rank reads its own rows of the model."""
 
     @property
     def busy(self) -> bool:
@@ -170,117 +170,6 @@ class RankLead:
         return {r: how for r in self._processes.pids if (how := self._processes.ended(r))}
 
 
-class LeadLearner(ShardedLearner):
-    """`core.ports.Learner` of rank 0: each method that reads whole weights is ordered of all ranks.
-
-    `forward` and `parameters` are this rank's own. A step of the trainer calls them on all ranks at once.
-    """
-
-    def __init__(self, policy: Policy, lead: RankLead, **given: Any) -> None:
-        super().__init__(policy, lead.ranks, **given)
-        self._lead, read = lead, self._inside
-
-        def inside(function: Callable[[], Any]) -> Any:
-            if not (lead.busy or lead.stepping):
-                raise InvariantError(
-                    "the learner over ranks reads whole weights, and that was not ordered of all ranks"
-                )
-            return read(function)
-
-        self._inside: Any = inside
-
-    def forward(self, packed: Packed, **asked: Any) -> TokenScores:
-        if not (self._lead.busy or self._lead.stepping):
-            raise InvariantError(
-                "a forward pass of one rank alone would wait for the others for ever: what differentiates outside a"
-                " step of the trainer is not built over ranks"
-            )
-        return super().forward(packed, **asked)
-
-    def _do(self, method: str, *given: Any) -> Any:
-        """A method on all ranks: ordered, or called here while all do the same."""
-        if self._lead.busy:
-            return getattr(super(), method)(*given)
-        return self._lead.all(together.ask_learner, method, given, what=f"{method} of the learner")
-
-    def score(self, packed: Packed) -> np.ndarray:
-        return self._do("score", packed)
-
-    def packed_score(self, packed: Packed) -> np.ndarray:
-        return self._do("packed_score", packed)
-
-    def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
-        return self._do("examine", packed, tuple(names))
-
-    def value(self, packed: Packed) -> np.ndarray:
-        return self._do("value", packed)
-
-    def rewards(self, packed: Packed) -> np.ndarray:
-        return self._do("rewards", packed)
-
-    def entropy(self, packed: Packed) -> np.ndarray:
-        return self._do("entropy", packed)
-
-    def energy(self, packed: Packed) -> np.ndarray:
-        return self._do("energy", packed)
-
-    def collision(self, packed: Packed) -> np.ndarray:
-        return self._do("collision", packed)
-
-    def top(self, packed: Packed, k: int) -> Top:
-        return self._do("top", packed, k)
-
-    def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
-        return self._do("odds", packed, temperatures)
-
-    def fingerprint(self) -> str:
-        return self._do("fingerprint")
-
-    def adapter(self) -> AdapterTrial | None:
-        return None if self.policy.lora is None else LeadTrial(self._lead)
-
-    def shards(self) -> Iterator[Shard]:
-        """The parts of all ranks, in buckets; this rank's own while all do the same."""
-        return super().shards() if self._lead.busy else self._of_all()
-
-    def _of_all(self) -> Iterator[Shard]:
-        with self._lead.ordered("gather the weights", (together.send_weights, ())):
-            yield from gathered(super().shards(), self.ranks, self._lead.state.version)
-
-    # --- kept and put back (`core.divided.DividedWeights`) ------------------------------------------------------------
-
-    def write_weights(self, folder: Path) -> None:
-        self._lead.all(together.write_weights, str(folder.resolve()))
-
-    def read_weights(self, folder: Path) -> None:
-        self._lead.all(together.read_weights, str(folder.resolve()))
-
-    def copied_weights(self) -> int:
-        self._lead.all(together.keep_copy, number := self._lead.number())
-        return number
-
-    def put_weights(self, copied: int) -> None:
-        self._lead.all(together.put_copy, copied)
-
-
-class LeadTrial:
-    """`core.adapter.AdapterTrial` on rank 0: every rank makes its own rows of the adapter loud."""
-
-    def __init__(self, lead: RankLead) -> None:
-        self._lead = lead
-
-    @contextmanager
-    def loud(self) -> Iterator[None]:
-        self._lead.all(together.make_loud)
-        try:
-            yield
-        finally:
-            self._lead.all(together.make_quiet)
-
-    def without(self, packed: Packed) -> np.ndarray:
-        return self._lead.all(together.score_without_adapter, packed)
-
-
 class LeadReference:
     """`core.ports.Reference` on rank 0: a frozen copy of the weights, of which each rank has its rows."""
 
@@ -356,7 +245,7 @@ class LeadTrainer(Trainer):
 def lead_trainer(lead: RankLead, optimizer: Any, micro_tokens: int, version: int) -> LeadTrainer:
     """A trainer on every rank."""
     with lead.ordered("make trainer", (together.make_trainer, (micro_tokens, version))):
-        made = LeadTrainer(lead.state.learner, optimizer, micro_tokens, version, ranks=lead.ranks)
+        made = LeadTrainer(lead.state.learner, optimizer, micro_tokens, version, ranks=lead.state.sharing)
     made.lead, lead.state.trained = lead, made
     return made
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from posttrain.core.batch import Packed
-from posttrain.core.errors import RunFolderError
+from posttrain.core.errors import DataError, RunFolderError
 from posttrain.core.ports import Reference
-from posttrain.core.ranks import check_same, of_every
+from posttrain.core.ranks import ALONE, Ranks, check_same, of_every
 from posttrain.core.shards import Shard
 from posttrain.core.stage import Optimizer, Stage
 from posttrain.engine.adapter import switched_off
@@ -25,16 +25,20 @@ from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.gather import gathered
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.process_ranks import ProcessRanks
+from posttrain.engine.row_files import RowFiles
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_checkpoint import masters_of
 from posttrain.engine.sharded_cut import first_row
 from posttrain.engine.sharded_loud import loud_rows, put_rows
 from posttrain.engine.sharded_reference import Mould, frozen_rows
+from posttrain.engine.tensor_parallel import TensorLearner
+from posttrain.engine.tensor_reference import TensorReference
 from posttrain.role.events import Event, Observer
 from posttrain.role.saved_parts import SavedTensors, write_part
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights import OPTIMIZER, REWARD_HEAD, WEIGHTS
 
+RankLearner = ShardedLearner | TensorLearner
 Work = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of this kind and its arguments after the state."""
 
@@ -51,7 +55,7 @@ class RowRoles:
     """What a check of a rank's own rows reads: a part of `role.roles.StageRoles`."""
 
     stage: Stage
-    learner: ShardedLearner
+    learner: RankLearner
     trainer: Trainer
     sync: RowProbe
 
@@ -61,7 +65,7 @@ class RankState:
     """What a rank holds of a run."""
 
     ranks: ProcessRanks
-    own: ShardedLearner | None = None
+    own: RankLearner | None = None
     mould: Mould | None = None
     optimizer: StageOptimizer | None = None
     trained: Trainer | None = None
@@ -77,9 +81,20 @@ class RankState:
     """The event of the step that observers have now."""
 
     @property
-    def learner(self) -> ShardedLearner:
+    def learner(self) -> RankLearner:
         assert self.own is not None
         return self.own
+
+    @property
+    def rows(self) -> ShardedLearner:
+        """The learner, where it has rows of every weight."""
+        assert isinstance(self.own, ShardedLearner)
+        return self.own
+
+    @property
+    def sharing(self) -> Ranks:
+        """The ranks that share a minibatch: each computes all of it where its layers are cut by columns and rows."""
+        return ALONE if isinstance(self.own, TensorLearner) else self.ranks
 
     @property
     def trainer(self) -> Trainer:
@@ -105,7 +120,13 @@ def freeze(state: RankState, number: int, dropped: Sequence[int]) -> str:
     for old in dropped:
         state.references.pop(old, None)
     assert state.mould is not None
-    state.references[number] = made = frozen_rows(state.learner, state.mould, state.ranks)
+    learner = state.learner
+    made = (
+        TensorReference(learner, state.mould)
+        if isinstance(learner, TensorLearner)
+        else frozen_rows(learner, state.mould, state.ranks)
+    )
+    state.references[number] = made
     return made.digest
 
 
@@ -121,7 +142,7 @@ def send_weights(state: RankState) -> None:
 
 def make_loud(state: RankState) -> None:
     """Let the adapter add random numbers to what its layers compute, until `make_quiet`."""
-    state.quiet = loud_rows(state.learner)
+    state.quiet = loud_rows(state.rows)
 
 
 def make_quiet(state: RankState) -> None:
@@ -134,18 +155,31 @@ def score_without_adapter(state: RankState, packed: Packed) -> Any:
         return state.learner.packed_score(packed)
 
 
+def see_files(state: RankState, folder: str) -> list[str]:
+    """What each rank sees of a model's files in a folder: a digest, or why it sees none."""
+    try:
+        found = RowFiles(Path(folder)).digest
+    except DataError as error:
+        found = str(error)
+    return state.ranks.every(found)
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
 def make_optimizer(state: RankState, config: Optimizer, make: Callable[..., StageOptimizer], given: Any) -> None:
     """As in one process, master copies begin with the rounded weights."""
-    state.learner.round_masters()
-    state.optimizer = make(state.learner.parameters(), config, *given, ranks=state.ranks)
+    learner = state.learner
+    if isinstance(learner, TensorLearner):
+        state.optimizer = make(learner.parameters(), config, *given, norm=learner.norm)
+        return
+    learner.round_masters()
+    state.optimizer = make(learner.parameters(), config, *given, ranks=state.ranks)
 
 
 def make_trainer(state: RankState, micro_tokens: int, version: int) -> None:
     assert state.optimizer is not None
-    state.trained = Trainer(state.learner, state.optimizer, micro_tokens, version, ranks=state.ranks)
+    state.trained = Trainer(state.learner, state.optimizer, micro_tokens, version, ranks=state.sharing)
 
 
 def watch(state: RankState, stage: Stage, checks: Sequence[Observer], probe_ids: Any) -> None:
@@ -240,7 +274,7 @@ def state_fingerprint(state: RankState) -> str:
 
     def whole(name: str, tensor: Tensor) -> Tensor:
         cut: Any = learner.like(_parameter(name), tensor) if tensor.ndim else tensor
-        return cut.full_tensor() if tensor.ndim else tensor
+        return cut.full_tensor() if isinstance(cut, DTensor) else tensor
 
     return fingerprint((name, whole(name, held[name])) for name in sorted(held))
 
@@ -253,8 +287,10 @@ def put_copy(state: RankState, number: int) -> None:
     put_rows(state.learner, state.copies.pop(number))
 
 
-def part_of(learner: ShardedLearner, name: str, own: Tensor) -> Shard:
+def part_of(learner: RankLearner, name: str, own: Tensor) -> Shard:
     """The rank's part of something as large as a parameter, with its place."""
+    if isinstance(learner, TensorLearner):
+        return learner.place(name, own)
     whole: DTensor = learner.like(name, own)  # type: ignore[assignment]
     return Shard(name, own, tuple(whole.shape), (first_row(whole), *[0] * (whole.ndim - 1)))
 

@@ -130,8 +130,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         with roles.clock.of("rollout"):
             await roles.groups.proceed()
         with roles.clock.of("sync"):
-            if e.index % stage.sync_steps == 0 and roles.sync.due(roles.trainer.version):
-                await roles.sync.push(roles.trainer.version)
+            if e.index % stage.sync_steps == 0:
+                await roles.sync.follow(roles.trainer.version)
             roles.watch.emit(PushedEvent(e, credit))
         if roles.replay is not None:
             roles.replay.add(e.index, e.fresh)

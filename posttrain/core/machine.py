@@ -50,7 +50,7 @@ def free_memory() -> int | None:
 
 @contextmanager
 def freed_at_once() -> Generator[None]:
-    """Inside, memory of a megabyte or more goes back to the system as soon as this process frees it, and at the end so
+    """Inside, memory of 128 KiB or more goes back to the system as soon as this process frees it, and at the end so
     does what is left. Without it the C library keeps such blocks for itself and cuts smaller ones out of them, so that
     a process that had a layer after the other in memory looks as if it had all of them.
 
@@ -63,7 +63,7 @@ def freed_at_once() -> Generator[None]:
     except (OSError, AttributeError, TypeError):
         yield
         return
-    choose(M_MMAP_THRESHOLD, 1 << 20)
+    choose(M_MMAP_THRESHOLD, 128 << 10)
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError
@@ -20,6 +21,9 @@ SECONDS = 600.0
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """The environment variable that torchrun sets in each of its processes."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+Cut = Literal["rows", "tensor"]
+"""How ranks share a model: rows of every weight (`fully_shard`), or columns and rows of each layer (tensor
+parallelism)."""
 STAGES = (Reinforce, Supervised, Preference, OnlinePreference)
 """The kinds of stage that run over ranks."""
 
@@ -35,6 +39,8 @@ class RankOptions:
     """How long a rank waits in an exchange for the others before the run stops."""
     replicas: int = 1
     """Copies of the weights (HSDP). Each copy is cut over the same number of ranks."""
+    parallel: Cut = "rows"
+    """How the ranks share the model."""
 
     def __post_init__(self) -> None:
         if self.nproc is not None and self.nproc < 1:
@@ -46,6 +52,10 @@ class RankOptions:
                 f"--replicas {self.replicas}: of {self.world or 1} ranks. Each copy of the weights is cut over the same"
                 " number of ranks, so give a divisor of their number"
             )
+        if self.parallel not in get_args(Cut):
+            raise ConfigError(f"--parallel {self.parallel}: must be one of {', '.join(get_args(Cut))}")
+        if self.parallel != "rows" and self.replicas > 1:
+            raise ConfigError(f"--parallel {self.parallel}: copies of such weights are not built. Leave out --replicas")
         if self.nproc is not None and under_torchrun() and self.nproc != (world := torchrun_world()):
             raise ConfigError(
                 f"--nproc {self.nproc}: torchrun has started {world} processes, and each is a rank. Leave --nproc out"
@@ -79,7 +89,7 @@ def check_ranks(run: Run, options: RankOptions) -> None:
     """ConfigError for what a run over ranks cannot do yet, with what to change."""
     if options.world is None:
         return
-    for refusal in _refusals(run):
+    for refusal in (*_refusals(run), *(_whole_passes(run, options.parallel) if options.parallel != "rows" else ())):
         raise ConfigError(f"over ranks (--nproc, torchrun): {refusal}")
 
 
@@ -101,6 +111,15 @@ def _refusals(run: Run) -> Iterator[str]:
         yield "exact=true computes log-probs with a whole model, which no rank has. Set exact=false"
     for stage in run.stages:
         yield from _of_stage(stage)
+
+
+def _whole_passes(run: Run, parallel: Cut) -> Iterator[str]:
+    """What ranks cannot do each of which computes every token."""
+    model, how = run.model, f"--parallel {parallel}"
+    if model.dtype != "float32":
+        yield f"{how} computes in float32 so far. Set model.dtype=float32, or leave it out"
+    if model.lora is not None:
+        yield f"{how} trains all weights, and model.lora is set. Leave one of them out"
 
 
 def _of_stage(stage: Stage) -> Iterator[str]:

@@ -4,7 +4,7 @@ and reported in `notes`."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from posttrain.engine.accept import accept
 from posttrain.engine.adapter import attach
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
-from posttrain.engine.fingerprint import fingerprint, fingerprints
+from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.heads import RewardHead
 from posttrain.engine.quantise import is_quantised, quantise, weights_of
+from posttrain.engine.read_back import same_tokenizer, same_weights
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.saved_adapter import load_saved, saved_adapter
 from posttrain.engine.silence import silence
@@ -98,6 +99,10 @@ class Policy:
             *(f"note: {note}" for note in self.notes),
         )
 
+    def numbers(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the module with their numbers."""
+        return iter(tensors)
+
     def clone(self) -> Policy:
         """The same policy with its own copy of the weights."""
         return replace(self, module=copy.deepcopy(self.module))
@@ -147,8 +152,8 @@ class Policy:
                 folder, dtype=self.dtype, trust_remote_code=self.remote_code
             ).eval()
             words = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
-        _same_weights(self.module, again, Path(folder))
-        _same_tokenizer(self.tokenizer, words, Path(folder))
+        same_weights(named_tensors(self.module), named_tensors(again), Path(folder))
+        same_tokenizer(self.tokenizer, words, Path(folder))
         self._check_greedy(again.to(self.device), Path(folder))
 
     def write(self, folder: Path | str) -> None:
@@ -195,7 +200,7 @@ def served_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def base_digest(policy: Policy) -> str:
     """Exact digest of the weights beneath the adapter."""
-    return fingerprint(adapter.base_tensors(policy.module).items())
+    return fingerprint(policy.numbers(adapter.base_tensors(policy.module).items()))
 
 
 def load_policy(
@@ -365,36 +370,3 @@ def _device(name: str) -> torch.device:
         raise ConfigError(
             f"model.device={name!r} cannot be used here ({reason}). Use model.device=cpu, or a device torch can see"
         ) from error
-
-
-def _same_weights(ours: PreTrainedModel, again: PreTrainedModel, folder: Path) -> None:
-    saved, read = fingerprints(named_tensors(ours)), fingerprints(named_tensors(again))
-    if wrong := sorted(n for n in saved.keys() | read.keys() if saved.get(n) != read.get(n)):
-        raise InvariantError(
-            f"{folder}: {len(wrong)} tensors were read back differently from what was saved: {', '.join(wrong[:4])}."
-            " The disk or the format failed; do not use this folder"
-        )
-
-
-def _same_tokenizer(ours: PreTrainedTokenizerFast, again: PreTrainedTokenizerFast, folder: Path) -> None:
-    vocabulary = ours.get_vocab()
-    tokens = sorted(vocabulary, key=vocabulary.__getitem__)[:200]
-    texts = [ours.convert_tokens_to_string(tokens), "".join(tokens), ours.decode(list(range(min(200, len(ours)))))]
-    same = (
-        again.get_vocab() == vocabulary
-        and again.eos_token_id == ours.eos_token_id
-        and again.chat_template == ours.chat_template
-    )
-    if not same or any(_ids(ours, text) != _ids(again, text) for text in texts):
-        raise InvariantError(
-            f"{folder}: the tokenizer read back ({type(again).__name__}) encodes differently from the one saved "
-            f"({type(ours).__name__}); do not use this folder"
-        )
-
-
-def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int] | str:
-    """The ids of the text, or the error message (a character tokenizer refuses characters it does not have)."""
-    try:
-        return tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:
-        return str(error)

@@ -60,7 +60,7 @@ class StageOptimizer:
         ranks: Ranks = ALONE,
         norm: Callable[[Mapping[str, Tensor]], float] | None = None,
     ) -> None:
-        self._whole_norm = norm
+        self.whole_norm = norm
         if (ranks.world > 1 or norm is not None) and config.kind not in ELEMENTWISE:
             raise ConfigError(
                 f"optimizer.kind={config.kind} reads more of a weight than one rank has, and is not built for"
@@ -267,8 +267,8 @@ class StageOptimizer:
             InvariantError: the ranks have taken different numbers of steps, step at different learning rates, or copies
                 of the weights differ.
         """
-        if self._whole_norm is not None:
-            found = self._whole_norm({n: t.grad for n, t in self._moved.items() if t.grad is not None})
+        if self.whole_norm is not None:
+            found = self.whole_norm({n: t.grad for n, t in self._moved.items() if t.grad is not None})
             return next(iter(self._moved.values())).new_tensor(found)
         own = torch.nn.utils.get_total_norm([held(t.grad) for t in tensors if t.grad is not None])
         if self.ranks.world == 1:

@@ -37,6 +37,7 @@ from posttrain.engine.models import Policy, named_tensors, served_tensors
 from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.quantise import is_quantised
 from posttrain.engine.sharded_cut import Inside, cut, first_row, rows_of, shard_of, with_memory
+from posttrain.engine.sharded_layers import prove_layers
 from posttrain.engine.sharded_scoring import divided
 from posttrain.engine.sharded_sharing import prove
 from posttrain.engine.sharing import Sharing
@@ -64,7 +65,7 @@ class ShardedLearner(HFLearner):
         offload: keep this rank's part of the weights in the memory of the CPU. On a CPU it changes nothing.
         fill: reads this rank's rows of the weights of a policy without memory (`sharded_load`): the module, a name,
             where to put them, the first row, and the type that the model has.
-        prove: called within the first pass of such a policy.
+        prove: called within the first pass of such a policy, whose fused layers are compared then.
 
     Raises:
         ConfigError: names what is not built for ranks (docs/shards.md).
@@ -107,6 +108,7 @@ class ShardedLearner(HFLearner):
             p.register_post_accumulate_grad_hook(self._giving(self._own[name]))
         if prove is not None:
             self.inside(lambda: prove(self.policy))
+            prove_layers(policy.module, self._reader.out, self.inside, self._own, ranks)
 
     @staticmethod
     def _giving(own: nn.Parameter) -> Callable[[Tensor], None]:

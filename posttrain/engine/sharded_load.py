@@ -1,59 +1,72 @@
 """A model loaded over ranks without a whole copy of it on any of them. It is built without memory (torch's device
 `meta`), cut, and then each rank reads its own rows of each weight from the model's safetensors files.
 
-The model's checks at load run afterwards, on all ranks together, where its weights come together a layer at a time. Its
-layers are the plain ones (`training_layers`).
+The model's checks at load run afterwards, on all ranks together, where its weights come together a layer at a time.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from posttrain.core.adapter import check_frozen
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.machine import freed_at_once
 from posttrain.core.ranks import check_same
 from posttrain.core.run import Model
 from posttrain.engine import attention
 from posttrain.engine.accept import accept
 from posttrain.engine.adapter import attach
+from posttrain.engine.adopt import REROUTED
 from posttrain.engine.checkpoint import read_skeleton
+from posttrain.engine.kept import GENERATION
+from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, prepared
 from posttrain.engine.process_ranks import ProcessRanks
+from posttrain.engine.row_files import RowFiles
 from posttrain.engine.saved_adapter import saved_adapter
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_cut import remade
 from posttrain.engine.silence import silence
 from posttrain.engine.stops import resolve_stops
 
-INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
+L = TypeVar("L", bound=HFLearner)
 
 
-def load_by_rows(
-    model: Model, ranks: ProcessRanks, *, seed: int = 0, most: int | None = None, **how: Any
-) -> ShardedLearner:
-    """The learner of one rank over the model in the directory `model.path`. Every rank calls it.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlankPolicy(Policy):
+    """A policy whose weights have no memory: they are in files. A new adapter has numbers."""
+
+    files: RowFiles
+
+    def numbers(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Each weight is read when it is asked for, so one is in memory at a time."""
+        with freed_at_once():
+            for name, tensor in tensors:
+                yield name, self.files.whole(self.module, name, tensor) if tensor.is_meta else tensor
+
+    def describe(self) -> tuple[str, ...]:
+        first, *others = super().describe()
+        return (first.replace(" on meta", ", of which each rank reads its rows"), *others)
+
+
+def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankPolicy:
+    """The policy of the directory `model.path`, without its weights.
 
     Args:
         seed: of the adapter that `model.lora` asks for.
         most: tokens of the longest sequence, where `model.context` is not set.
-        how: further arguments of `ShardedLearner`.
 
     Raises:
         ConfigError: `model.path` is no directory of a model, or asks for what is not offered this way.
-        DataError: the files lack a weight, or name weights otherwise than the module does.
-        InvariantError: the ranks see different files.
+        DataError: its files cannot be read.
     """
     folder = Path(model.path or "").expanduser()
     if model.path is None or not folder.is_dir() or saved_adapter(model.path) is not None:
@@ -68,10 +81,12 @@ def load_by_rows(
         )
     check_frozen(model.lora, model.quantize)
     files = RowFiles(folder)
-    check_same(
-        ranks, files.digest, "weight files", "Give every rank the same model: copy its directory to each machine"
-    )
     config, tokenizer, notes = read_skeleton(str(folder), model.trust_remote_code)
+    if config.model_type in REROUTED:
+        raise ConfigError(
+            f"{folder}: the attention of {config.model_type} is code of its own, which is replaced in a whole model."
+            " Load it whole on each rank (`load_policy`)"
+        )
     attention.register()
     with without_memory():
         module = AutoModelForCausalLM.from_config(
@@ -80,12 +95,54 @@ def load_by_rows(
             attn_implementation=attention.NAME,
             trust_remote_code=model.trust_remote_code,
         )
+    if (folder / GENERATION).is_file():
+        module.generation_config = GenerationConfig.from_pretrained(folder)
     stops = resolve_stops(tokenizer, module.generation_config)
-    policy = prepared(model, module, tokenizer, stops, f"from {model.path}, each rank its rows", notes, most)
-    if model.lora is not None:
-        policy = _adapted(policy, model, seed)
+    made = prepared(model, module, tokenizer, stops, f"from {model.path}", notes, most)
+    policy = BlankPolicy(files=files, **{f.name: getattr(made, f.name) for f in fields(Policy)})
+    return policy if model.lora is None else _adapted(policy, model, seed)
+
+
+def load_by_rows(
+    model: Model, ranks: ProcessRanks, *, seed: int = 0, most: int | None = None, **how: Any
+) -> ShardedLearner:
+    """The learner of one rank over the model in the directory `model.path`. Every rank calls it.
+
+    Args:
+        seed, most: as in `blank_policy`.
+        how: further arguments of `ShardedLearner`.
+
+    Raises:
+        ConfigError: `model.path` is no directory of a model, or asks for what is not offered this way.
+        DataError: the files lack a weight, or name weights otherwise than the module does.
+        InvariantError: the ranks see different files.
+    """
+    return read_rows(blank_policy(model, seed, most), ranks, ShardedLearner, ranks, **how)
+
+
+def read_rows(
+    policy: BlankPolicy, ranks: ProcessRanks, make: Callable[..., L], *given: Any, digest: str = "", **how: Any
+) -> L:
+    """The learner of one rank over a policy without memory, as `make(policy, ...)` makes it. Every rank calls it.
+
+    Args:
+        given: what `make` takes after the policy, such as the ranks.
+        digest: the fingerprint of the model where it is known. All ranks together must have read that.
+
+    Raises:
+        InvariantError: the ranks see different files, or have read another model.
+    """
+    check_same(
+        ranks, policy.files.digest, "weight files", "Give every rank the same model: copy its directory to each machine"
+    )
     with freed_at_once():  # what the passes of the checks free is several times a rank's rows
-        return ShardedLearner(policy, ranks, fill=files.fill, prove=_prove, **how)
+        learner = make(policy, *given, fill=policy.files.fill, prove=_prove, **how)
+        if digest and learner.fingerprint() != digest:
+            raise InvariantError(
+                f"the rows that the ranks have read in {policy.files.folder} are not those of the model that rank 0 has"
+                " read there: give every machine the same files, and change none while they are read"
+            )
+    return learner
 
 
 def _prove(policy: Policy) -> None:
@@ -110,7 +167,7 @@ def without_memory() -> Iterator[None]:
         nn.Module.register_parameter = real
 
 
-def _adapted(policy: Policy, model: Model, seed: int) -> Policy:
+def _adapted(policy: BlankPolicy, model: Model, seed: int) -> BlankPolicy:
     """With a new adapter, whose numbers are real and those of one process. While it is attached the weights beneath are
     memory that nobody touches, because PEFT puts an adapter where they are."""
     assert model.lora is not None
@@ -125,69 +182,3 @@ def _adapted(policy: Policy, model: Model, seed: int) -> Policy:
     attach(policy.module, model.lora, seed)
     remade(policy.module, lambda p: nn.Parameter(p.detach().to("meta"), False) if id(p) in blanks else None)
     return replace(policy, lora=model.lora)
-
-
-class RowFiles:
-    """The safetensors files of a model, of which any rows can be read.
-
-    `digest` is that of what they hold by name, type, shape and size.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._of: dict[str, Path] = {}
-        listed = hashlib.blake2b(digest_size=16)
-        for path in self._paths():
-            try:
-                with safe_open(path, "pt") as file:
-                    for name in sorted(file.keys()):
-                        part = file.get_slice(name)
-                        self._of[name] = path
-                        listed.update(f"{name} {part.get_dtype()} {part.get_shape()};".encode())
-            except (SafetensorError, OSError) as error:
-                raise DataError(f"{path}: its weights cannot be read ({error}). Copy or download them again") from error
-            listed.update(f"{path.name} {path.stat().st_size};".encode())
-        self.digest = listed.hexdigest()
-
-    def _paths(self) -> list[Path]:
-        if (self.folder / INDEX).is_file():
-            try:
-                names = set(json.loads((self.folder / INDEX).read_text())["weight_map"].values())
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise DataError(f"{self.folder / INDEX} is no index of weights ({error}). Copy it again") from error
-            found = [self.folder / name for name in sorted(names) if Path(name).name == name]
-        else:
-            found = [self.folder / ALONE]
-        if missing := [p for p in found if not p.is_file()]:
-            raise DataError(
-                f"{missing[0]} is not there: rows are read from safetensors files. Save the model again with"
-                " save_pretrained, or load it whole on each rank"
-            )
-        return found
-
-    def fill(self, module: PreTrainedModel, name: str, into: Tensor, begin: int, dtype: torch.dtype) -> None:
-        """Read the rows from `begin` of one weight into `into`, rounded to `dtype` first.
-
-        Raises:
-            DataError: no file has it, or with another shape.
-        """
-        key = next((n for n in self._names(module, name) if n in self._of), None)
-        if key is None:
-            raise DataError(
-                f"{self.folder}: {name} is in none of its files under this name, so rows of it cannot be read. Load the"
-                " model whole on each rank (`load_policy`), which converts names"
-            )
-        with safe_open(self._of[key], "pt") as file:
-            part = file.get_slice(key)
-            shape = list(part.get_shape())
-            if shape[1:] != list(into.shape[1:]) or begin + len(into) > shape[0]:
-                raise DataError(f"{self.folder}: {name} has the shape {shape} in its file, and another in the model")
-            if len(into):
-                into.copy_(part[begin : begin + len(into)].to(dtype))
-
-    @staticmethod
-    def _names(module: PreTrainedModel, name: str) -> list[str]:
-        """Names that a weight may have in a file: its own, without the layers of an adapter, and those of its ties."""
-        plain = name.replace(".base_layer.", ".")
-        tied: Any = getattr(module, "all_tied_weights_keys", None) or {}
-        return [plain, *(a for pair in tied.items() for a in pair if plain in pair and a != plain)]

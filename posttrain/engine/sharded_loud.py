@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from posttrain.engine.adapter import layers
+from posttrain.engine.learner import HFLearner
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_cut import first_row
 
@@ -34,7 +35,7 @@ def loud_rows(learner: ShardedLearner) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def put_rows(learner: ShardedLearner, kept: Mapping[str, Tensor]) -> None:
+def put_rows(learner: HFLearner, kept: Mapping[str, Tensor]) -> None:
     """Put a copy of the rank's own rows back."""
     for name, p in learner.parameters().items():
         p.copy_(kept[name])

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from posttrain.core.batch import Packed
 from posttrain.core.ports import Reference
 from posttrain.core.types import Top
-from posttrain.engine.models import Policy
+from posttrain.engine.learner import HFLearner
+from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.process_ranks import ProcessRanks
 from posttrain.engine.reference import AdapterOff, begins
-from posttrain.engine.sharded import ShardedLearner
+from posttrain.engine.sharded import Filler, ShardedLearner
+from posttrain.engine.sharded_cut import rows_of
 
 
 class Mould:
@@ -29,27 +31,30 @@ class Mould:
         blank = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
         self._policy = replace(policy, module=copy.deepcopy(module, {**blank}), reward_head=None)
 
-    def filled(self, learner: ShardedLearner) -> Policy:
-        """A policy with the weights of the learner as they are now. Every rank calls it, and has all of it until it is
-        cut."""
-        module: Any = self._policy.module
-        own = dict(learner.policy.module.named_parameters())
-        whole = {
-            id(blank): nn.Parameter(
-                (p.full_tensor() if isinstance(p := own[name], DTensor) else p).detach().to(blank.dtype, copy=True),
-                requires_grad=False,
-            )
-            for name, blank in module.named_parameters()
-        }
-        return replace(self._policy, module=copy.deepcopy(module, {**whole}))
+    def blank(self) -> Policy:
+        """A policy of its own without numbers, none of whose weights trains."""
+        module = copy.deepcopy(self._policy.module).requires_grad_(False)
+        return replace(self._policy, module=module)
+
+
+def rows_now(learner: ShardedLearner) -> Filler:
+    """Reads a rank's rows from those that the learner has now, rounded as they are computed with."""
+    held = dict(named_tensors(learner.policy.module))
+
+    def fill(module: Any, name: str, into: Tensor, begin: int, dtype: torch.dtype) -> None:
+        own = held[name]
+        into.copy_((rows_of(own) if isinstance(own, DTensor) else own).to(learner.narrow or into.dtype))
+
+    return fill
 
 
 class ShardedReference:
     """`core.ports.Reference` of one rank. Every rank calls the same methods with the same tokens."""
 
+    _held: HFLearner
+
     def __init__(self, learner: ShardedLearner, mould: Mould, ranks: ProcessRanks) -> None:
-        with torch.random.fork_rng(devices=[]):  # heads that nobody reads are drawn
-            self._held = ShardedLearner(mould.filled(learner), ranks)
+        self._held = ShardedLearner(mould.blank(), ranks, fill=rows_now(learner))
         self._held.policy.module.eval()
         self.digest = self.fingerprint()
 

@@ -71,7 +71,7 @@ class TensorLearner(HFLearner):
 
     def _plan(self, policy: Policy, world: int) -> dict[str, str]:
         """The plan of the decoder's layers."""
-        return _columns_and_rows(policy, world)
+        return columns_and_rows(policy, world)
 
     def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
         """Cut the weights that the plan names, in place."""
@@ -79,7 +79,7 @@ class TensorLearner(HFLearner):
         parallelize_module(decoder, self.holders.mesh, {n: s for n, s in styles.items() if plan[n] not in WHOLE})
         shared = [n for n, style in plan.items() if style in WHOLE]
         for name, p in decoder.named_parameters():
-            if any(fnmatch.fnmatch(name.rpartition(".")[0], pattern) for pattern in shared):
+            if p.requires_grad and any(fnmatch.fnmatch(name.rpartition(".")[0], pattern) for pattern in shared):
                 p.register_hook(self._summed)
 
     def _summed(self, gradient: Tensor) -> Tensor:
@@ -101,6 +101,10 @@ class TensorLearner(HFLearner):
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's own part of every trainable parameter: columns, rows, or all of it."""
         return dict(self._own)
+
+    def rounded_rows(self) -> dict[str, Tensor]:
+        """`parameters()` as tensors, in the type that the model has."""
+        return {name: own.detach() for name, own in self._own.items()}
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """The norm of the whole gradient. What every rank has whole counts once.
@@ -126,14 +130,18 @@ class TensorLearner(HFLearner):
 
     def shards(self) -> Iterator[Shard]:
         """This rank's parts of the policy's weights. `engine.gather` brings those of all ranks together."""
-        for name, tensor in named_tensors(self.policy.module):
-            if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[0], Cut):
-                yield Shard.of(name, _local(tensor))
-                continue
-            own, axis = _local(tensor), tensor.placements[0].dim
-            at = [0] * tensor.ndim
-            at[axis] = min(tensor.shape[axis], -(-tensor.shape[axis] // self.holders.world) * self.holders.rank)
-            yield Shard(name, own, tuple(tensor.shape), tuple(at))
+        return (self._placed(n, _local(t), t) for n, t in named_tensors(self.policy.module))
+
+    def _placed(self, name: str, own: Tensor, like: Any) -> Shard:
+        if not isinstance(like, DTensor) or not isinstance(like.placements[0], Cut):
+            return Shard.of(name, own)
+        axis, at = like.placements[0].dim, [0] * like.ndim
+        at[axis] = min(like.shape[axis], -(-like.shape[axis] // self.holders.world) * self.holders.rank)
+        return Shard(name, own, tuple(like.shape), tuple(at))
+
+    def place(self, name: str, own: Tensor) -> Shard:
+        """The rank's own part `own` of something as large as parameter `name`, with its place."""
+        return self._placed(name, own, self._held[name])
 
     def held(self) -> dict[str, Tensor]:
         """All tensors of policy and heads as torch has them, cut or not, by name."""
@@ -172,7 +180,7 @@ def refuse_whole_batches(policy: Policy, how: str) -> None:
         raise ConfigError(f"{how} trains all weights of models without a recurrent state, and {name} is none")
 
 
-def _columns_and_rows(policy: Policy, world: int) -> dict[str, str]:
+def columns_and_rows(policy: Policy, world: int) -> dict[str, str]:
     """The plan of the decoder's layers. ConfigError for what it cannot do here."""
     config, name = policy.module.config.get_text_config(decoder=True), type(policy.module).__name__
     refuse_whole_batches(policy, "tensor parallelism")
@@ -181,7 +189,7 @@ def _columns_and_rows(policy: Policy, world: int) -> dict[str, str]:
     if not plan or any(style not in known for style in plan.values()):
         raise ConfigError(
             f"{name} has no plan of columns and rows for tensor parallelism in transformers. Cut its weights by rows"
-            " instead (`ShardedLearner`), which is offered for every architecture"
+            " instead (`ShardedLearner`, --parallel rows), which is offered for every architecture"
         )
     heads = {int(getattr(config, n, None) or world) for n in ("num_attention_heads", "num_key_value_heads")}
     if any(n % world for n in heads):

@@ -168,7 +168,7 @@ class FusedReadOut(ReadOut):
         weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
         if any(w.dtype != torch.float32 for w in weights) or any(_is_another(layer) for layer in self.layers):
             return super()._run(ids, positions, layout)
-        with self._replaced():
+        with self.replaced():
             return super()._run(ids, positions, layout)
 
     @property
@@ -177,7 +177,8 @@ class FusedReadOut(ReadOut):
         return decoder.layers
 
     @contextmanager
-    def _replaced(self) -> Iterator[None]:
+    def replaced(self) -> Iterator[None]:
+        """Inside, the modules have these methods."""
         for part, method in self.methods:
             part.__dict__["forward"] = method
         try:
@@ -193,13 +194,16 @@ def _is_another(layer: Any) -> bool:
 
 
 def training_read_out(module: PreTrainedModel, kernels: KernelChoice) -> ReadOut:
-    """The read-out of a model that a learner runs, with the layers that its kernels choose."""
+    """The read-out of a model that a learner runs, with the layers that its kernels choose. Those of a model without
+    memory are compared by who reads its weights (`sharded_layers`)."""
     plain = read_out(module)
-    return kernel("layers", plain.weight.device, module.dtype, kernels).function(module, plain)
+    device = torch.device("cpu") if plain.weight.is_meta else plain.weight.device
+    return kernel("layers", device, module.dtype, kernels).function(module, plain)
 
 
 def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
-    """The read-out with fused layers; `plain` itself where the model has others.
+    """The read-out with fused layers; `plain` itself where the model has others. Both are compared where the model has
+    numbers.
 
     Raises:
         EngineError: fused and plain layers differ by more than rounding.
@@ -213,7 +217,8 @@ def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
         return plain
     methods = tuple((p, MethodType(names[type(p).__name__], p)) for p in parts)
     fused = FusedReadOut(**{f.name: getattr(plain, f.name) for f in fields(ReadOut)}, methods=methods)
-    _compare(module, plain, fused)
+    if not plain.weight.is_meta:
+        _compare(module, plain, fused)
     return fused
 
 

@@ -31,7 +31,8 @@ class PeakMemory:
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        self._torch: Any = None if device.startswith("cpu") else torch.get_device_module(device.partition(":")[0])
+        kind = device.partition(":")[0]
+        self._torch: Any = None if kind in ("cpu", "meta") else torch.get_device_module(kind)
         self._device = device
         self._resets = self._torch is not None or _reset_resident()
 

@@ -72,5 +72,5 @@ class Opponent:
 
     async def follow(self, version: int) -> None:
         """Bring its weights of the policy up to `version`, with the checks of every push."""
-        if self.sync is not None and self.engine.version != version:
-            await self.sync.push(version)
+        if self.sync is not None:
+            await self.sync.follow(version)

@@ -18,6 +18,10 @@ from posttrain.role.rounding import Gap, allowed
 from posttrain.role.transport import InProcess
 
 
+def nothing_is_kept() -> None:
+    """What an engine elsewhere caches is in no record."""
+
+
 @dataclass
 class Sync:
     """Pushes the learner's weights to the sampler, and checks that they arrived."""
@@ -35,12 +39,25 @@ class Sync:
     elsewhere: Callable[[], Awaitable[None]] | None = None
     """Waits until weights that were sent have left for engines in processes of their own: the learner's half of the
     checks is computed while they install them. None: the engine works in this process."""
+    forget: Callable[[], None] = nothing_is_kept
+    """Empties what the sampler keeps of earlier turns, as new weights do."""
     tried: bool = False
     """Whether the sampler has been shown to compute with the learner's adapter."""
 
     def due(self, version: int) -> bool:
         """Whether the learner's weights, which are `version` now, are newer than the sampler's."""
         return version > self.sampler.version
+
+    async def follow(self, version: int) -> None:
+        """Push the learner's weights, which are `version` now, where they are newer than the sampler's.
+
+        Otherwise a step was left out, and the sampler forgets what it keeps of earlier turns. A run that goes on from a
+        checkpoint has a sampler that holds nothing, and its record must not tell.
+        """
+        if self.due(version):
+            await self.push(version)
+        else:
+            self.forget()
 
     async def push(self, version: int) -> str:
         """Push the learner's weights as `version`; returns their fingerprint.

@@ -25,6 +25,7 @@ from posttrain.engine.process_ranks import ProcessRanks, joined
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_checkpoint import ShardedWriter, load_sharded, save_sharded
 from posttrain.engine.sharded_load import RowFiles, load_by_rows
+from posttrain.engine.training_layers import SwiGLU
 from posttrain.role.trainer import Trainer
 from posttrain.role.transport import whole_tensors
 from tests.rooms.engine_parts import policy
@@ -57,6 +58,7 @@ class ByRows:
                         out[arch, word, ranks.world, ranks.replicas] = _same(model, ranks)
         out["refused"] = _refused(folder / "gpt2", everyone)
         out["stale"] = _stale(folder / "gpt2", everyone)
+        out["wrong layers"] = [_wrong(folder / "qwen3", everyone, fault) for fault in ("forward", "backward")]
         return out
 
 
@@ -85,6 +87,22 @@ def _refused(path: Path, ranks: ProcessRanks) -> list[str]:
 def _stale(path: Path, ranks: ProcessRanks) -> str:
     """What a rank says where one of them sees other files."""
     with patch.object(sharded_load, "RowFiles", lambda p: RowFiles(path.with_name("qwen3") if ranks.rank == 1 else p)):
+        try:
+            load_by_rows(Model(path=str(path), context=64), ranks)
+        except PosttrainError as error:
+            return str(error)
+    return ""
+
+
+def _wrong(path: Path, ranks: ProcessRanks, method: str) -> str:
+    """What a rank says where the fused gate computes something else, or another gradient of itself."""
+    real = getattr(SwiGLU, method)
+
+    def wrong(*given: Any) -> Any:
+        found = real(*given)
+        return found * 1.01 if method == "forward" else (found[0] * 1.01, found[1])
+
+    with patch.object(SwiGLU, method, staticmethod(wrong)):
         try:
             load_by_rows(Model(path=str(path), context=64), ranks)
         except PosttrainError as error:

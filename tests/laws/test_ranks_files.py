@@ -44,6 +44,7 @@ def test_a_model_read_by_rows_is_the_model(found: list[dict[str, Any]]) -> None:
         assert "model.lora.dora=true reads whole weights" in said["refused"][0]
         assert "rows are read from the directory of a model" in said["refused"][1]
         assert "do not have the same weight files" in said["stale"]
+        assert all("fused layers of Qwen3ForCausalLM differ from its own" in why for why in said["wrong layers"])
 
 
 def test_no_rank_has_a_whole_copy(found: list[dict[str, Any]]) -> None:

@@ -79,7 +79,7 @@ DRAWS = 10
 
 
 @pytest.mark.skipif("below" not in PARTS, reason="not drawn")
-@pytest.mark.parametrize("word", drawn(["bfloat16", "float16", "an adapter over bfloat16"], 1))
+@pytest.mark.parametrize("word", drawn(NARROW, 1))
 def test_below_float32_it_learns_and_goes_on(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss falls as in one process. A run that was cut ends with the bits of one that was not, and one process goes
     on with what ranks wrote."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.controller.rank_lead import LeadLearner, LeadReference
+from posttrain.controller.lead_learner import OrderedLearner
+from posttrain.controller.rank_lead import LeadReference
 from posttrain.core.adapter import Lora
 from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
@@ -49,6 +50,28 @@ REFUSED: dict[str, Callable[[Run], Run]] = {
     "optimizer.kind=adamw8bit": optimizer("adamw8bit"),
     "stage 'best' (Rejection)": lambda run: replace(run, stages=(Rejection(name="best"),)),
 }
+
+
+COLUMNS: dict[str, Callable[[Run], Run]] = {
+    "model.lora is set": changed(lora=Lora(rank=2)),
+    "Set model.dtype=float32": changed(dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("words", COLUMNS)
+def test_what_columns_and_rows_cannot_do_is_refused_by_name(words: str) -> None:
+    run = COLUMNS[words](tiny_run())
+    check_ranks(run, TWO)
+    with pytest.raises(ConfigError, match="--parallel tensor") as found:
+        check_ranks(run, RankOptions(nproc=2, parallel="tensor"))
+    assert words in str(found.value)
+
+
+def test_copies_are_of_rows_alone() -> None:
+    with pytest.raises(ConfigError, match="Leave out --replicas"):
+        RankOptions(nproc=4, replicas=2, parallel="tensor")
+    with pytest.raises(ConfigError, match="--parallel pipeline: must be one of rows, tensor"):
+        RankOptions(nproc=4, parallel="pipeline")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -146,6 +169,6 @@ def test_rank_0_orders_whatever_reads_whole_weights() -> None:
     codes = {n: getattr(f, "__code__", None) for n, f in vars(ShardedLearner).items()}
     read = {n for n, code in codes.items() if code is not None and {"_together", "_divided"} & {*code.co_names}}
     assert {"score", "packed_score", "entropy"} <= read
-    assert read | {"shards", "fingerprint", "forward", "adapter"} <= vars(LeadLearner).keys()
+    assert read | {"shards", "fingerprint", "forward", "adapter"} <= vars(OrderedLearner).keys()
     kept = {n for n in vars(FrozenScorer) if not n.startswith("_")}
     assert kept <= vars(LeadReference).keys() and kept <= vars(ShardedReference).keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import posttrain
 from posttrain.api import overrides
 from posttrain.checks.precision import scale_was_checked
 from posttrain.core import reader
+from posttrain.core.adapter import Lora
 from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.run import Optimizer, Run
@@ -122,6 +124,29 @@ def test_float16_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     posttrain.run(resume=second, quiet=True)
     one, two = (reader.steps(tmp_path / f)[-1] for f in ("whole", "cut"))
     assert one.index == two.index == 4 and one.gauges == two.gauges and "optim/loss_scale" in one.gauges
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["all weights", "an adapter"])
+def test_a_run_cut_behind_an_overflow_has_the_record_of_one_never_cut(
+    lora: Lora | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After such a step no weights are pushed. An engine that lives on must not find prompts in its cache that one of
+    a resumed run does not have."""
+
+    def first(self: LossScale, value: float = 2.0**23, good: int = 0) -> None:
+        self.value, self.good = value, good
+
+    monkeypatch.setattr(LossScale, "__init__", first)
+    run = in_type(only_rl(tiny_run(prompts=8, steps=4)), "float16")
+    run = replace(run, model=replace(run.model, lora=lora), keep_checkpoints=9)
+    posttrain.run(run, out=tmp_path / "whole", quiet=True)
+    overflowed = [s.index for s in reader.steps(tmp_path / "whole") if "optim/overflowed" in s.gauges]
+    assert overflowed and overflowed[0] == 1
+    for index in range(1, 4):
+        cut = tmp_path / f"cut {index}"
+        shutil.copytree(tmp_path / "whole", cut)
+        posttrain.run(resume=sorted((cut / "checkpoints").glob(f"*-rl-{index:06d}"))[0], quiet=True)
+        assert reader.record_digest(cut) == reader.record_digest(tmp_path / "whole"), index
 
 
 @pytest.mark.prove

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from template_parts import FAMILIES, renderer, tokenizer
 
-from posttrain.api.build import check_prompts
+from posttrain.api.fitting import check_prompts
 from posttrain.core.env import Reward
 from posttrain.core.errors import DataError
 from posttrain.core.run import Env

@@ -116,7 +116,7 @@ def test_nobody_else_sees_the_methods() -> None:
     assert isinstance(out, FusedReadOut) and out.methods
     loss(learner).backward()
     assert fusable(made.module) and not any("forward" in p.__dict__ for p, _ in out.methods)
-    with pytest.raises(RuntimeError, match="stop"), out._replaced():  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(RuntimeError, match="stop"), out.replaced():
         raise RuntimeError("stop")
     assert not any("forward" in p.__dict__ for p, _ in out.methods)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from posttrain.cli.command import Subparsers, add_command, add_trust
 from posttrain.core.errors import ConfigError
-from posttrain.core.over_ranks import SECONDS, RankOptions, torchrun_rank, under_torchrun
+from posttrain.core.over_ranks import SECONDS, Cut, RankOptions, torchrun_rank, under_torchrun
 from posttrain.core.visible import tell
 
 if TYPE_CHECKING:
@@ -87,6 +87,13 @@ def _add_ranks(p: ArgumentParser) -> None:
         metavar="R",
         help="copies of the weights among the ranks; each copy is cut over N / R of them (default: %(default)d)",
     )
+    p.add_argument(
+        "--parallel",
+        choices=get_args(Cut),
+        default="rows",
+        help="how the ranks share the model: rows of every weight, or columns and rows of each layer (tensor "
+        "parallelism; default: %(default)s)",
+    )
 
 
 def run(o: Namespace) -> int:
@@ -99,7 +106,7 @@ def run(o: Namespace) -> int:
         )
     from posttrain.api.request import RunOptions, requested
 
-    ranks = RankOptions(nproc=o.nproc, seconds=o.rank_timeout, replicas=o.replicas)
+    ranks = RankOptions(nproc=o.nproc, seconds=o.rank_timeout, replicas=o.replicas, parallel=o.parallel)
     if under_torchrun() and torchrun_rank() > 0:
         from posttrain.api.ranked import follow
 

@@ -94,6 +94,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         played = merge(rollout_gauges(e, Credit((), 0.0)), e.engine, found.gauges())
         self._record(e)
         if not found.pairs:
+            h.sync.forget()  # as if weights had come
             note = f"no prompt gave a pair: {found.tied} were judged alike, {found.unjudged} not judged"
             seen = h.watch.take()
             gauges = merge(played, {"optim/steps": Gauge(0, 1)}, seen.gauges)
@@ -110,8 +111,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
             batch, self.state.running = prepared(a, batch, self.state.running)
         step = await learn_from(h, DataBatch(e.index, batch), PreferenceLoss(a), "completion", sampled=played)
         with self.clock.of("sync"):
-            if h.sync.sampler.version != self.trainer.version:  # else the step was left out: nothing is new
-                await h.sync.push(self.trainer.version)
+            await h.sync.follow(self.trainer.version)
             if h.opponent is not None:
                 await h.opponent.follow(self.trainer.version)
         return step

@@ -209,6 +209,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         h, s, stage = self.roles, self.state, self.stage
         sampled, notes = await self._open_round(work) if work.opens else (Gauges(), ())
         if not self._kept:
+            h.sync.forget()  # as if weights had come
             seen = h.watch.take()
             gauges = merge(sampled, {"optim/steps": Gauge(0, 1)}, seen.gauges)
             said, version = (*notes, *seen.notes), self.trainer.version

@@ -1,0 +1,69 @@
+"""Whether the ranks of a run read their model by rows (`engine.sharded_load`), or rank 0 reads all of it and sends
+it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from posttrain.api.branch import run_source
+from posttrain.controller import rank_state as together
+from posttrain.controller.rank_lead import RankLead
+from posttrain.core.engines import Embedded
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.over_ranks import Cut
+from posttrain.core.placement import Local, Ray
+from posttrain.core.run import Model, Run
+from posttrain.engine.saved_adapter import saved_adapter
+from posttrain.engine.sharded_load import BlankPolicy, blank_policy
+
+SENT = "rank 0 reads the whole model, and every rank gets all of it before it keeps its rows"
+
+
+def here(model: Model) -> Model:
+    """The model, with the absolute path of its directory."""
+    return replace(model, path=str(Path(model.path or "").expanduser().resolve()))
+
+
+def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[str, ...]]:
+    """(the policy without memory where no process of the run but an engine needs a whole copy, lines for people). Sets
+    `lead.by_rows`."""
+    if run.model.path is None:
+        return None, ()
+    if why := _why_whole(run, lead.parallel):
+        return None, (f"note: {SENT}: {why}",)
+    try:
+        blank = blank_policy(run.model, run.seed)
+    except (ConfigError, DataError) as error:
+        return None, (f"note: {SENT}: {error}",)
+    if strange := blank.files.strange(blank.module):
+        named = f"{', '.join(strange[:3])} is in its files under another name, or not at all"
+        return None, (f"note: {SENT}: {named}",)
+    seen = lead.all(together.see_files, str(blank.files.folder.resolve()))
+    if others := [rank for rank, digest in enumerate(seen) if digest != seen[0]]:
+        where = f"rank {others[0]} does not see the same files in {blank.files.folder}"
+        return None, (f"note: {SENT}: {where}",)
+    lead.by_rows = True
+    local = isinstance(run.placement, Local)
+    who = "the engine in this process" if local else "the engines in processes of their own"
+    return None if local else blank, (f"each rank reads its rows of {run.model.path}; whole copies: {who}",)
+
+
+def _why_whole(run: Run, parallel: Cut) -> str:
+    """Why rows cannot be read, as far as the settings tell; '' where they can."""
+    path = run.model.path or ""
+    if not Path(path).expanduser().is_dir():
+        return f"model={path} is no directory here"
+    if run_source(path) is not None:
+        return f"model={path} is the folder of a run"
+    if saved_adapter(path) is not None:
+        return f"model={path} is an adapter"
+    if parallel != "rows":
+        return f"--parallel {parallel} cuts whole layers, of which no rank reads rows"
+    if run.model.trust_remote_code:
+        return "model.trust_remote_code=true, and code of the model's own may build it as it likes"
+    if not isinstance(run.engine, Embedded):
+        return "the engine gets the model from rank 0 (engine=embedded reads it by itself)"
+    if isinstance(run.placement, Ray):
+        return "engines on a cluster get the model from rank 0 (placement=processes reads it by itself)"
+    return ""

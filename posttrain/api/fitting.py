@@ -1,0 +1,58 @@
+"""Whether the rows of a run's data fit its model: what is refused before the first step, with file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.core.errors import DataError
+from posttrain.core.ports import Environment
+from posttrain.core.run import Run
+from posttrain.core.stage import Stage
+from posttrain.engine.models import Policy
+from posttrain.environment.render import Renderer
+from posttrain.environment.rows import placed
+from posttrain.role.judgements import FittingTasks
+
+
+def check_judgements(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
+    """DataError for a judged completion of the data that does not fit into the context, with file and line."""
+    tokenizer: Any = policy.tokenizer
+    render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
+    for stage in stages:
+        if stage.judged is None:
+            continue
+        fitting = FittingTasks.of(env, stage.judged, render, policy.context)
+        if fitting is None or not fitting.left_out or stage.leaves_out_long:
+            continue
+        raise DataError(
+            f"{fitting.first}, and the context is {policy.context}; it is one of {fitting.left_out} judgements that do"
+            f" not fit. Shorten them, raise model.context, or leave them out with {stage.name}.too_long=skip"
+        )
+
+
+def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
+    """DataError, with file and line, for a row whose prompt or demonstration cannot be encoded or does not fit the
+    context."""
+    if (rows := env.abilities.rows) is None:
+        return
+    known = env.abilities.tools
+    tokenizer: Any = policy.tokenizer
+    render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
+    imitates = any(s.demonstrated for s in stages)
+    for row in rows:
+        task = row.task
+        tools = task.tools if known is None else tuple(known(task))
+        with placed(row.place):
+            if task.tools and not render.offers(task.prompt, task.tools):
+                raise DataError(
+                    "the row offers tools, and this model's chat template writes none: take a model whose template"
+                    " knows tools, or set env.args.tools_column= and write them into the prompt"
+                )
+            if row.completion is None or not imitates:
+                render.prompt(task.prompt, task.id, tools)
+            elif (length := sum(map(len, render.pair(task.prompt, row.completion, task.id, tools)))) > policy.context:
+                raise DataError(
+                    f"the prompt and its completion have {length} tokens, and the context is {policy.context}: shorten"
+                    " them or raise model.context"
+                )
