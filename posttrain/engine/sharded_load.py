@@ -88,7 +88,7 @@ def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankP
             " Load it whole on each rank (`load_policy`)"
         )
     attention.register()
-    with without_memory():
+    with freed_at_once(), without_memory():
         module = AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, model.dtype),
