@@ -1,22 +1,29 @@
 """The beginning of a run over four ranks, and the most memory that each of its processes had, as a program:
-`python -m tests.rank_memory FOLDER MODEL rows|whole local|processes` prints bytes as JSON."""
+`python -m tests.rank_memory FOLDER MODEL rows|whole local|processes|vllm` prints bytes as JSON."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.api import main, session
 from posttrain.controller.rank_lead import RankLead
+from posttrain.core.engines import VLLM
 from posttrain.core.placement import Processes
-from posttrain.core.run import Model, Optimizer
+from posttrain.core.run import Model, Optimizer, Run
+from posttrain.engine import gather
 from posttrain.engine.models import load_policy
+from posttrain.engine.vllm import worker_parts
+from posttrain.role.sync import Sync
 from tests.over_ranks import run_of
 
 SIZES: dict[str, Model] = {
@@ -27,8 +34,46 @@ SIZES: dict[str, Model] = {
 RANKS = 4
 
 
+clib = ctypes.CDLL(None)
+
+
 class Enough(Exception):
     """Ends the run."""
+
+
+class MallocInfo(ctypes.Structure):
+    """What glibc tells of its memory."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def allocated() -> int:
+    """Bytes that this process has asked the C library for and not freed."""
+    ask = clib.mallinfo2
+    ask.restype = MallocInfo
+    told = ask()
+    return told.uordblks + told.hblkhd
+
+
+@contextmanager
+def watching(look: Callable[[], object]) -> Iterator[None]:
+    """Inside, `look` is called every 2 ms by another thread."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.002):
+            look()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def peaks(folder: Path, size: str, how: str, placement: str) -> dict[str, Any]:
@@ -47,36 +92,56 @@ def saved(folder: Path, size: str) -> Path:
     return folder / size
 
 
-def _peak(pid: int | str) -> int:
+def _said(pid: int | str, word: str) -> int:
     text = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmHWM")))
+    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith(word)))
+
+
+def _run(folder: Path, size: str, placement: str) -> Run:
+    run = run_of()
+    sgd = Optimizer(kind="sgd", lr=1e-3)
+    stages = replace(run.stages[0], steps=1, batch=4, optimizer=sgd), replace(run.stages[1], steps=1, optimizer=sgd)
+    run = replace(run, stages=stages, model=replace(run.model, path=str(folder / size), context=64))
+    if placement == "vllm":
+        return replace(run, deterministic=False, engine=VLLM(server=True, cache_gib=0.1, eager=True))
+    return replace(run, placement=Processes(engines=1) if placement == "processes" else run.placement)
 
 
 def _play(folder: Path, size: str, how: str, placement: str) -> dict[str, Any]:
-    run = run_of()
-    sft = replace(run.stages[0], steps=1, batch=4, optimizer=Optimizer(kind="sgd", lr=1e-3))
-    run = replace(run, stages=(sft,), model=replace(run.model, path=str(folder / size), context=64))
-    run = replace(run, placement=Processes(engines=1) if placement == "processes" else run.placement)
-    out, leads, make = dict[str, Any](), list[RankLead](), session.make_parts
+    out, leads, make, push = dict[str, Any](), list[RankLead](), session.make_parts, Sync.push
 
-    def pids() -> list[int | str]:
+    def each(word: str) -> list[int]:
         assert leads and leads[0]._processes is not None
-        return ["self", *leads[0]._processes.pids.values()]
+        return [_said(pid, word) for pid in ("self", *leads[0]._processes.pids.values())]
 
     def parts(*given: Any) -> Any:
         leads.append(given[-1])
-        out["before"] = [_peak(pid) for pid in pids()]
+        out["before"] = each("VmHWM")
         return make(*given)
 
     def over(*given: Any) -> Any:
-        out["loaded"] = [_peak(pid) for pid in pids()]
+        out["loaded"] = each("VmHWM")
+        return over_ranks(*given)
+
+    async def watched(self: Sync, version: int) -> str:
+        """The second push: in the first one much is built that stays."""
+        if version == 0:
+            return await push(self, version)
+        clib.malloc_trim(0)  # what was freed before would hide what is taken now
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        held, live = _said("self", "VmRSS"), [allocated()]
+        with watching(lambda: live.append(allocated())):
+            await push(self, version)
+        out["pushed"], out["allocated"] = _said("self", "VmHWM") - held, max(live) - live[0]
         raise Enough
 
-    session.over_ranks, session.make_parts = over, parts
+    over_ranks, session.over_ranks, session.make_parts = session.over_ranks, over, parts
+    Sync.push = watched  # type: ignore[method-assign]
+    gather.BUCKET = worker_parts.BUCKET = 8 << 20
     if how == "whole":
         session.choose_reading = lambda run, lead: (None, ())
     with suppress(Enough):
-        main.run(run, out=folder / f"run-{size}-{how}-{placement}", quiet=True, nproc=RANKS)
+        main.run(_run(folder, size, placement), out=folder / f"run-{size}-{how}-{placement}", quiet=True, nproc=RANKS)
     return out
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from posttrain.api.branch import run_source
 from posttrain.controller import rank_state as together
 from posttrain.controller.rank_lead import RankLead
-from posttrain.core.engines import Embedded
+from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.over_ranks import Cut
 from posttrain.core.placement import Local, Ray
@@ -17,6 +17,7 @@ from posttrain.core.run import Model, Run
 from posttrain.engine.saved_adapter import saved_adapter
 from posttrain.engine.sharded_load import BlankPolicy, blank_policy
 
+HERE = "the engine in this process"
 SENT = "rank 0 reads the whole model, and every rank gets all of it before it keeps its rows"
 
 
@@ -44,9 +45,15 @@ def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[
         where = f"rank {others[0]} does not see the same files in {blank.files.folder}"
         return None, (f"note: {SENT}: {where}",)
     lead.by_rows = True
-    local = isinstance(run.placement, Local)
-    who = "the engine in this process" if local else "the engines in processes of their own"
-    return None if local else blank, (f"each rank reads its rows of {run.model.path}; whole copies: {who}",)
+    whole = _who_is_whole(run)
+    return None if whole == HERE else blank, (f"each rank reads its rows of {run.model.path}; whole copies: {whole}",)
+
+
+def _who_is_whole(run: Run) -> str:
+    """Which process has a whole copy of the model."""
+    if isinstance(run.engine, VLLM):
+        return "the vLLM server"
+    return HERE if isinstance(run.placement, Local) else "the engines in processes of their own"
 
 
 def _why_whole(run: Run, parallel: Cut) -> str:
@@ -62,8 +69,10 @@ def _why_whole(run: Run, parallel: Cut) -> str:
         return f"--parallel {parallel} cuts whole layers, of which no rank reads rows"
     if run.model.trust_remote_code:
         return "model.trust_remote_code=true, and code of the model's own may build it as it likes"
-    if not isinstance(run.engine, Embedded):
-        return "the engine gets the model from rank 0 (engine=embedded reads it by itself)"
+    if isinstance(run.engine, VLLM) and run.model.lora is not None:
+        return "vLLM gets the weights beneath an adapter from rank 0 (engine=embedded reads them by itself)"
+    if isinstance(run.engine, VLLM) and not isinstance(run.placement, Local):
+        return "engines of vLLM in processes of their own get the model from rank 0 (engine.server=true does not)"
     if isinstance(run.placement, Ray):
         return "engines on a cluster get the model from rank 0 (placement=processes reads it by itself)"
     return ""

@@ -190,7 +190,7 @@ def check_vllm(run: Run, how: VLLM, policy: Policy) -> None:
     config = policy.module.config
     refuse_vllm(config.to_dict())
     refuse_split(how.workers, config)
-    able = replace(limits(policy), sequences=not (how.server or how.url is not None))
+    able = replace(limits(policy), sequences=not how.apart)
     for stage in run.stages:
         if stage.contract is not None:
             check(stage.contract, able)
@@ -198,7 +198,7 @@ def check_vllm(run: Run, how: VLLM, policy: Policy) -> None:
 
 def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
     check_vllm(run, how, policy)
-    if how.server or how.url is not None:
+    if how.apart:
         return _server(run, how, policy)
     engine = VLLMEngine(
         policy,

@@ -15,6 +15,7 @@ from posttrain.controller.rank_lead import RankLead
 from posttrain.core.adapter import AdapterTrial
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
+from posttrain.core.machine import freed_at_once
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
 from posttrain.core.types import Top
@@ -88,7 +89,7 @@ class OrderedLearner(HFLearner):
         return super().shards() if self._lead.busy else self._of_all()
 
     def _of_all(self) -> Iterator[Shard]:
-        with self._lead.ordered("gather the weights", (together.send_weights, ())):
+        with freed_at_once(), self._lead.ordered("gather the weights", (together.send_weights, ())):
             yield from gathered(super().shards(), self._lead.ranks, self._lead.state.version)
 
     # --- kept and put back (`core.divided.DividedWeights`) ------------------------------------------------------------

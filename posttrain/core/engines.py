@@ -84,6 +84,11 @@ class VLLM:
     timeout: float = 600.0
     """Seconds a turn, a step or an update may take before the engine counts as failed."""
 
+    @property
+    def apart(self) -> bool:
+        """Whether it is a server: started for the run, or running already."""
+        return self.server or self.url is not None
+
     def __post_init__(self) -> None:
         _positive("cache_gib", self.cache_gib)
         _positive("timeout", self.timeout)
@@ -96,7 +101,7 @@ class VLLM:
             )
         if self.key_env is not None and self.url is None:
             raise ConfigError(f"engine.key_env={self.key_env}: only a server given by engine.url asks for a key")
-        if self.share is not None and not (self.server or self.url):
+        if self.share is not None and not self.apart:
             raise ConfigError(
                 f"engine.share={self.share}: vLLM in this process takes weights without a folder. Leave it out"
             )

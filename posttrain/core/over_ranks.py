@@ -102,7 +102,7 @@ def _refusals(run: Run) -> Iterator[str]:
     if model.compile or model.warm_up:
         name = "compile" if model.compile else "warm_up"
         yield f"model.{name}=true is not built. Leave it out"
-    if isinstance(run.engine, VLLM) and not (run.engine.server or run.engine.url) and isinstance(run.placement, Local):
+    if isinstance(run.engine, VLLM) and not run.engine.apart and isinstance(run.placement, Local):
         yield (
             "vLLM in this process opens a group of its own in torch.distributed, where the ranks have theirs. Set"
             " engine.server=true or placement=processes"

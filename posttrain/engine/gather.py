@@ -38,16 +38,18 @@ class _Label:
 
 
 def gathered(
-    shards: Iterable[Shard], ranks: ProcessRanks, version: int, *, to: int = 0, bucket: int = BUCKET
+    shards: Iterable[Shard], ranks: ProcessRanks, version: int, *, to: int = 0, bucket: int = 0
 ) -> Iterator[Shard]:
     """The parts of all ranks on rank `to`; nothing on the others, which must read it to its end as well.
 
-    A part is valid until the next bucket is read, so copy what is kept (`role.transport.whole_tensors` does). A weight
-    that every rank has whole comes once, from rank 0. Of copies of the weights the first is sent.
+    A part is valid until the next one is asked for, so copy what is kept (`role.transport.whole_tensors` does). A
+    weight that comes in one part stays valid. One that every rank has whole comes once, from rank 0. Of copies of the
+    weights the first is sent.
 
     Args:
         version: of the weights of this rank.
         to: one of the ranks that hold the first copy.
+        bucket: most bytes of a bucket; 0: `BUCKET`. That of rank 0 counts.
 
     Raises:
         InvariantError: a rank has weights of another version, or other weights.
@@ -55,7 +57,8 @@ def gathered(
     advice = "A rank left out an update, so its part is stale: nothing made of it could be trusted"
     check_same(ranks, version, "version of the weights", advice)
     held = list(shards)
-    table: list[list[_Label]] = ranks.every([_label(s, ranks) for s in held])
+    told: list[tuple[int, list[_Label]]] = ranks.every((bucket or BUCKET, [_label(s, ranks) for s in held]))
+    bucket, table = told[0][0], [labels for _, labels in told]
     for rank, labels in enumerate(table):
         if [(x.name, x.dtype, x.shape) for x in labels] != [(x.name, x.dtype, x.shape) for x in table[0]]:
             raise InvariantError(
@@ -67,16 +70,19 @@ def gathered(
     if ranks.rank >= parts:
         return
     table, group = table[:parts], ranks.group if ranks.replicas == 1 else ranks.mesh.get_group("shard")
-    for run in _runs(table, bucket):
-        width = max(sum(labels[i].sent for i in run) for labels in table)
-        own = torch.zeros(width, dtype=torch.uint8)
-        at = 0
+    runs = [(run, max(sum(labels[i].sent for i in run) for labels in table)) for run in _runs(table, bucket)]
+    # the same memory for all buckets: what is freed for each one stays with the C library
+    memory = torch.zeros(
+        1 + len(table) * (ranks.rank == to), max((width for _, width in runs), default=0), dtype=torch.uint8
+    )
+    for run, width in runs:
+        own, at = memory[0, :width], 0
         for i in run:
             if sent := table[ranks.rank][i].sent:
                 raw = held[i].tensor.detach().contiguous().view(-1).view(torch.uint8)
                 own[at : at + raw.numel()] = raw
                 at += sent
-        found = [torch.empty_like(own) for _ in table] if ranks.rank == to else None
+        found = [part[:width] for part in memory[1:]] if ranks.rank == to else None
         dist.gather(own, found, group=group, group_dst=to)
         for rank, part in enumerate(found or ()):
             yield from _read(part, [table[rank][i] for i in run], rank)
@@ -112,5 +118,7 @@ def _read(part: Tensor, labels: list[_Label], rank: int) -> Iterator[Shard]:
         if not label.sent and (count or rank > 0):
             continue  # sent by rank 0, or no part of this weight here
         raw = part[at : at + count * label.dtype.itemsize]
+        if label.sizes == label.shape:
+            raw = raw.clone()  # nobody copies a weight that comes in one part
         yield Shard(label.name, raw.view(label.dtype).view(label.sizes), label.shape, label.offsets)
         at += label.sent

@@ -119,7 +119,7 @@ def test_log_probs_are_the_learners_and_follow_each_push(two: Subject) -> None:
 def test_weights_come_in_buckets(two: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several files, none larger than the bound unless it is one tensor; what is served is the same."""
     sizes = list[int]()
-    module = "posttrain.engine.vllm.server" if isinstance(two.sampler, VLLMServer) else "posttrain.engine.vllm.updates"
+    module = "posttrain.engine.vllm.staged" if isinstance(two.sampler, VLLMServer) else "posttrain.engine.vllm.updates"
 
     def counted(bucket: dict[str, torch.Tensor], path: Path) -> None:
         sizes.append(sum(t.nbytes for t in bucket.values()) if len(bucket) > 1 else 0)

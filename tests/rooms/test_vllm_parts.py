@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,9 @@ from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError, EngineError
 from posttrain.core.placement import Local, Processes, Ray, placement_refusals
 from posttrain.engine.fingerprint import digest_of, fingerprints
-from posttrain.engine.vllm import refuse
+from posttrain.engine.vllm import refuse, worker_parts
+from posttrain.engine.vllm.requests import ExpectedTensors
+from posttrain.engine.vllm.staged import Staged
 from posttrain.engine.vllm.worker_parts import WorkerPart, buckets, fingerprint_served, served
 
 WHOLE = {
@@ -46,11 +50,13 @@ def given() -> list[tuple[str, Tensor]]:
     return list(WHOLE.items())
 
 
+def of_all(answers: Sequence[Mapping[str, Any]], sent: list[tuple[str, Tensor]]) -> str:
+    return fingerprint_served(answers, dict(sent).get, lambda: fingerprints(sent))
+
+
 def test_right_parts_have_the_fingerprint_of_the_whole() -> None:
-    assert fingerprint_served([told(0, WHOLE), told(1, WHOLE)], given()) == digest_of(fingerprints(given()))
-    assert fingerprint_served([told(0, WHOLE, {})], given()) == digest_of(fingerprints(given())), (
-        "one worker: as it was"
-    )
+    assert of_all([told(0, WHOLE), told(1, WHOLE)], given()) == digest_of(fingerprints(given()))
+    assert of_all([told(0, WHOLE, {})], given()) == digest_of(fingerprints(given())), "one worker: as it was"
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -64,7 +70,7 @@ def test_one_wrong_number_in_one_worker_is_told(name: str, worker: int) -> None:
         changed.view(-1)[i] += 1
         mine = told(worker, {**WHOLE, name: changed})
         both = [mine if w == worker else told(w, WHOLE) for w in range(2)]
-        found = fingerprint_served(both, given())
+        found = of_all(both, given())
         assert f"worker {worker} of 2 serves 1 tensors otherwise than they were sent, such as {name!r}" in found
         assert f"worker {1 - worker}" not in found
         assert not found.startswith(digest_of(fingerprints(given())))
@@ -73,22 +79,22 @@ def test_one_wrong_number_in_one_worker_is_told(name: str, worker: int) -> None:
 def test_a_worker_that_holds_the_part_of_another_is_told() -> None:
     """It says that it holds rows 4 to 8, and has loaded rows 0 to 4."""
     wrong = {**told(1, WHOLE), "digests": told(0, WHOLE)["digests"]}
-    assert "worker 1 of 2 serves 3 tensors otherwise" in fingerprint_served([told(0, WHOLE), wrong], given())
+    assert "worker 1 of 2 serves 3 tensors otherwise" in of_all([told(0, WHOLE), wrong], given())
 
 
 def test_rows_that_no_worker_holds_are_told() -> None:
     gap = {**PARTS[1], "q": WorkerPart(0, ((5, 8),))}
     with pytest.raises(EngineError, match="no worker of vLLM serves some rows or columns of 'q'"):
-        fingerprint_served([told(0, WHOLE), told(1, WHOLE, gap)], given())
+        of_all([told(0, WHOLE), told(1, WHOLE, gap)], given())
     with pytest.raises(EngineError, match="'q'"):
-        fingerprint_served([told(0, WHOLE), told(1, WHOLE, {**PARTS[1], "q": WorkerPart(1, ((4, 8),))})], given())
+        of_all([told(0, WHOLE), told(1, WHOLE, {**PARTS[1], "q": WorkerPart(1, ((4, 8),))})], given())
     with pytest.raises(EngineError, match="'q'"):
-        fingerprint_served([told(w, WHOLE, PARTS[0]) for w in range(2)], given())
+        of_all([told(w, WHOLE, PARTS[0]) for w in range(2)], given())
 
 
 def test_a_tensor_that_was_not_sent_is_told() -> None:
     sent = [(n, t) for n, t in given() if n != "o"]
-    assert fingerprint_served([told(0, WHOLE), told(1, WHOLE)], sent).count("such as 'o'") == 2
+    assert of_all([told(0, WHOLE), told(1, WHOLE)], sent).count("such as 'o'") == 2
     digests, words = served([told(0, WHOLE), told(1, WHOLE)], dict(sent).get, fingerprints(sent))
     assert words and digests["q"] == fingerprints(given())["q"] and digests["o"] != fingerprints(given())["o"]
 
@@ -150,3 +156,52 @@ def test_what_else_is_refused_by_name() -> None:
         VLLM(workers=0)
     assert "engine.workers=2 under placement=ray" in placement_refusals(Ray(), VLLM(workers=2))
     assert not placement_refusals(Ray(), VLLM()) and not placement_refusals(Processes(), VLLM(workers=2))
+
+
+# --- in files on the way ----------------------------------------------------------------------------------------------
+
+
+def test_weights_in_files_are_those_that_were_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor after another, by name; and nothing is left of them."""
+    monkeypatch.setattr(worker_parts, "BUCKET", 300)
+    staged = Staged(tmp_path / "share", "version-3")
+    staged.write(iter(given()))
+    assert len(staged.files) > 2 and staged.bytes == sum(t.nbytes for t in WHOLE.values())
+    for name, tensor in WHOLE.items():
+        found = staged.sent(name)
+        assert found is not None and torch.equal(found, tensor)
+    assert staged.sent("another") is None
+    whole = digest_of(fingerprints(given()))
+    assert staged.fingerprint_served([told(0, WHOLE, {})]) == whole
+    assert staged.fingerprint_served([told(0, WHOLE), told(1, WHOLE)]) == whole
+    wrong = told(1, {**WHOLE, "o": WHOLE["o"] + 1})
+    assert "worker 1 of 2 serves 1 tensors otherwise" in staged.fingerprint_served([told(0, WHOLE), wrong])
+    staged.remove()
+    assert list((tmp_path / "share").iterdir()) == []
+
+
+def test_no_more_than_a_bucket_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_parts, "BUCKET", 4 * 400)
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def made() -> Iterator[tuple[str, Tensor]]:
+        nonlocal most
+        for i in range(40):
+            most = max(most, sum(r() is not None for r in alive))
+            tensor = torch.full((100,), float(i))
+            alive.append(weakref.ref(tensor))
+            yield f"t{i}", tensor
+            del tensor
+
+    staged = Staged(tmp_path, "version-1")
+    expected = ExpectedTensors({f"t{i}": ("float32", (100,)) for i in range(40)})
+    staged.write((n, t) for n, t in expected.checked(made()))
+    assert len(staged.files) == 10 and most <= 5, most
+
+
+def test_a_tensor_that_is_missing_is_found_before_anything_is_served(tmp_path: Path) -> None:
+    staged = Staged(tmp_path, "version-1")
+    expected = ExpectedTensors({"a": ("float32", (2,)), "b": ("float32", (2,))})
+    with pytest.raises(EngineError, match="1 of 2 tensors are missing: b"):
+        staged.write(expected.checked([("a", torch.zeros(2))]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,9 +90,13 @@ class ExpectedTensors:
         return [(name, dtype, list(shape)) for name, (dtype, shape) in self.own.items()]
 
     def take(self, tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
-        """The given tensors, checked before any is sent: each expected one exactly once.
-        EngineError names what is wrong."""
-        given: dict[str, Tensor] = {}
+        """All of `checked`, at once."""
+        return list(self.checked(tensors))
+
+    def checked(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+        """The given tensors, one at a time: each expected one exactly once. EngineError names what is wrong, at the
+        latest at the end, so nothing may be served before."""
+        given = set[str]()
         for name, tensor in tensors:
             if name not in self.own:
                 raise EngineError(f"unknown tensor {name!r}: {nearest(name, self.own)}")
@@ -104,11 +108,11 @@ class ExpectedTensors:
                     f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the engine's is torch.{dtype} {shape}: "
                     "learner and engine must hold the same architecture and dtype"
                 )
-            given[name] = tensor.detach()
+            given.add(name)
+            yield name, tensor.detach()
         if missing := [name for name in self.own if name not in given]:
             names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
             raise EngineError(f"{len(missing)} of {len(self.own)} tensors are missing: {names}")
-        return list(given.items())
 
 
 def empty_version(policy: Policy) -> int:

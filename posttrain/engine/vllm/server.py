@@ -12,14 +12,14 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
-from safetensors.torch import save_file
 
 from posttrain.core.errors import ConfigError, EndpointError, EngineError
 from posttrain.core.gauge import Gauges
@@ -32,13 +32,14 @@ from posttrain.engine.vllm.hot_load import HotLoad, rank_for
 from posttrain.engine.vllm.requests import (
     ClientCounters,
     ExpectedTensors,
+    ReadBack,
     UpdateGate,
     check_request,
     empty_version,
     newer,
 )
+from posttrain.engine.vllm.staged import Staged
 from posttrain.engine.vllm.start import limits
-from posttrain.engine.vllm.worker_parts import buckets, fingerprint_served
 
 ROLE = "rollout"
 START_ADVICE = (
@@ -167,54 +168,56 @@ class VLLMServer:
         stand still. Returns the fingerprint of the weights that the server's layers multiply with afterwards. Names
         and shapes are checked before anything is sent."""
         newer(version, self._version)
-        given = self._expected.take(tensors)
-        await self._check_server()
-        async with self._gate.update():
-            newer(version, self._version)
-            begun = time.perf_counter()
-            try:
-                served = await (self._paused(version, given) if self.inflight else self._update(version, given))
-            except BaseException:
-                self._version = self._empty
-                raise
-            self._version = version
-            self._counters.spent("engine/load", begun)
+        name, hot, checked = f"posttrain-{self._name}-{version}", self._hot, self._expected.checked(tensors)
+        staged = Staged(self._share, name)
+        try:
+            if hot is None:
+                staged.write(checked)
+                update = partial(self._send, staged, version)
+            else:
+                update = partial(self._load_adapter, hot, name, version, list(checked))
+            await self._check_server()
+            async with self._gate.update():
+                newer(version, self._version)
+                begun = time.perf_counter()
+                try:
+                    served = await (self._paused(update) if self.inflight else update())
+                except BaseException:
+                    self._version = self._empty
+                    raise
+                self._version = version
+                self._counters.spent("engine/load", begun)
+        finally:
+            staged.remove()
         return served
 
-    async def _paused(self, version: int, given: list[tuple[str, Any]]) -> str:
+    async def _paused(self, update: Callable[[], Awaitable[str]]) -> str:
         """Update while the server's running turns stand still. Afterwards they compute their keys and values again."""
         await self._post("/pause?mode=keep", None)
         try:
-            return await self._update(version, given)
+            return await update()
         finally:
             await self._post("/resume", None)
 
-    async def _update(self, version: int, given: list[tuple[str, Any]]) -> str:
-        self._share.mkdir(parents=True, exist_ok=True)
-        hot, name = self._hot, f"posttrain-{self._name}-{version}"
-        await (self._send(name, version, given) if hot is None else self._load_adapter(hot, name, version, given))
+    async def _send(self, staged: Staged, version: int) -> str:
+        """Have the server read whole tensors from files, one after another."""
+        for number, path in enumerate(staged.files):
+            if not number:
+                await self._post("/start_weight_update", None)
+            await self._post("/update_weights", {"update_info": {"path": str(path.resolve())}})
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        self._counters.pushed(staged.bytes)
+        return staged.fingerprint_served(await self._told(self._expected.wanted()))
+
+    async def _told(self, wanted: ReadBack) -> list[dict[str, Any]]:
+        """What each worker says that it computes with, once nothing of before is cached."""
         await self._empty_cache()
-        told = await self._call("posttrain_digests", json.dumps((hot or self._expected).wanted()))
+        told = await self._call("posttrain_digests", json.dumps(wanted))
         for error in [one["error"] for one in told if "error" in one]:
             raise self._broken(error)
-        return fingerprint_served(told, given) if hot is None else hot.confirm(told, given)
+        return told
 
-    async def _send(self, name: str, version: int, given: list[tuple[str, Any]]) -> None:
-        """Send whole tensors as files, one bucket at a time."""
-        path = self._share / f"{name}.safetensors"
-        try:
-            for number, bucket in enumerate(buckets(given)):
-                await asyncio.to_thread(save_file, bucket, path)
-                if not number:
-                    await self._post("/start_weight_update", None)
-                await self._post("/update_weights", {"update_info": {"path": str(path.resolve())}})
-                path.unlink()  # the server may have mapped it, so the next one is another file
-            await self._post("/finish_weight_update", {"weight_version": str(version)})
-        finally:
-            path.unlink(missing_ok=True)
-        self._counters.pushed(sum(tensor.nbytes for _, tensor in given))
-
-    async def _load_adapter(self, hot: HotLoad, name: str, version: int, given: list[tuple[str, Any]]) -> None:
+    async def _load_adapter(self, hot: HotLoad, name: str, version: int, given: list[tuple[str, Any]]) -> str:
         """Load the files of an adapter in the place of the last one. Its name is new, because the prefix cache has it
         in its keys. The server keeps one adapter, so the last one leaves its memory."""
         path, last = self._share / name, self._adapter
@@ -227,6 +230,7 @@ class VLLMServer:
         if last is not None:
             await self._post("/v1/unload_lora_adapter", {"lora_name": last}, plain=True)
         await self._post("/update_weight_version", {"new_version": str(version)})
+        return hot.confirm(await self._told(hot.wanted()), given)
 
     async def _empty_cache(self) -> None:
         path = f"/reset_prefix_cache?reset_running_requests={str(self.inflight).lower()}"

@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 
 from posttrain.core.errors import EngineError
-from posttrain.engine.models import Policy
+from posttrain.engine.models import Policy, served_tensors
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.hot_load import BASE, check_served
 from posttrain.engine.vllm.launch import FOLDER, PARENT
@@ -40,7 +40,8 @@ class Spawned:
     def __init__(self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool, workers: int = 1) -> None:
         installed()
         check_served(policy)
-        self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-", dir=memory_folder())
+        place = memory_folder(sum(t.nbytes for _, t in served_tensors(policy.module)))
+        self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-", dir=place)
         self.folder = Path(self._folder.name)
         """Holds the model's description, the log, and weights during an update."""
         describe(policy, str(self.folder / "model"))

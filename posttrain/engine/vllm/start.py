@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -126,10 +127,11 @@ def build(policy: Policy, slots: int, cache_bytes: int, eager: bool, workers: in
         return LLMEngine.from_engine_args(EngineArgs(**chosen, **contract))
 
 
-def memory_folder() -> Path:
-    """A folder in memory, or the temporary folder where there is none."""
+def memory_folder(size: int = 0) -> Path:
+    """A folder in memory, or the temporary folder where there is none, or no room in it for twice so many bytes."""
     shm = Path("/dev/shm")
-    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+    fits = shm.is_dir() and os.access(shm, os.W_OK) and shutil.disk_usage(shm).free >= 2 * size
+    return shm if fits else Path(tempfile.gettempdir())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.core.errors import EngineError
+from posttrain.engine.fingerprint import fingerprints
 from posttrain.engine.vllm.hot_load import HotLoad
 from posttrain.engine.vllm.requests import ClientCounters, ExpectedTensors
 from posttrain.engine.vllm.start import memory_folder
@@ -60,7 +61,9 @@ class Updates:
             raise EngineError("its prefix cache could not be emptied")
         engine.set_weight_version(str(version))
         told = self._ask("posttrain_digests", (hot or self._expected).wanted())
-        return fingerprint_served(told, given) if hot is None else hot.confirm(told, given)
+        if hot is not None:
+            return hot.confirm(told, given)
+        return fingerprint_served(told, dict(given).get, lambda: fingerprints(given))
 
     def _send_files(self, given: list[tuple[str, Tensor]]) -> None:
         """Files in memory, one bucket at a time: each worker maps them and takes its own part of every tensor."""

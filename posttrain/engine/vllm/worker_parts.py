@@ -83,11 +83,17 @@ def served(
     return found, "; ".join(_words(worker, len(told), names) for worker, names in sorted(wrong.items()))
 
 
-def fingerprint_served(told: Sequence[Mapping[str, Any]], given: Sequence[tuple[str, Tensor]]) -> str:
-    """The fingerprint of what the workers serve together. Where some do not serve what was given, words beside it say
-    which, so that it equals no other."""
-    sent = dict(given)
-    digests, wrong = served(told, sent.get, fingerprints(given) if len(told) > 1 else {})
+def fingerprint_served(
+    told: Sequence[Mapping[str, Any]], sent: Callable[[str], Tensor | None], whole: Callable[[], Mapping[str, str]]
+) -> str:
+    """The fingerprint of what the workers serve together. Where some do not serve what was sent, words beside it say
+    which, so that it equals no other.
+
+    Args:
+        told, sent: as in `served`.
+        whole: the digests of the tensors that were sent. Asked for where there are several workers.
+    """
+    digests, wrong = served(told, sent, whole() if len(told) > 1 else {})
     return digest_of(digests) + (f" ({wrong})" if wrong else "")
 
 
