@@ -52,7 +52,7 @@ test-vllm-ahead: $(VLLM_VENV)/vllm.stamp
 # One vLLM of two workers, in process, as a server and under placement=processes: each worker wants a core.
 # By hand: CI has no time left for it.
 test-vllm-workers: $(VLLM_VENV)/vllm.stamp
-	$(ON_VLLM) $(addprefix tests/conformance/test_vllm_,workers.py cut.py)
+	$(ON_VLLM) $(addprefix tests/conformance/test_vllm_,workers.py cut.py ranks.py)
 
 vllm: $(VLLM_VENV)/vllm.stamp
 

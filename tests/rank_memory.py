@@ -1,5 +1,5 @@
 """The beginning of a run over four ranks, and the most memory that each of its processes had, as a program:
-`python -m tests.rank_memory FOLDER MODEL rows|whole local|processes|vllm` prints bytes as JSON."""
+`python -m tests.rank_memory FOLDER MODEL rows|whole local|processes|vllm loaded|pushed` prints bytes as JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class MallocInfo(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        for part in ("arena ordblks smblks hblks hblkhd", "usmblks fsmblks uordblks fordblks keepcost")
+        for name in part.split()
     ]
 
 
@@ -76,10 +77,12 @@ def watching(look: Callable[[], object]) -> Iterator[None]:
         thread.join()
 
 
-def peaks(folder: Path, size: str, how: str, placement: str) -> dict[str, Any]:
-    """Begin the run in a process of its own; the most bytes of each rank until its learner stands, where it ends."""
+def peaks(folder: Path, size: str, how: str, placement: str, until: str = "loaded") -> dict[str, Any]:
+    """Begin the run in a process of its own; the most bytes of each rank until its learner stands, where it ends. With
+    until="pushed" it ends after the first push of trained weights, and rank 0's most bytes within that are told too:
+    `allocated` what it asked for, `pushed` what it had with all that the C library keeps, each above the start."""
     here = {"PYTHONPATH": str(Path(main.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.rank_memory", str(folder), size, how, placement]
+    command = [sys.executable, "-m", "tests.rank_memory", str(folder), size, how, placement, until]
     done = subprocess.run(command, env=os.environ | here, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -107,7 +110,7 @@ def _run(folder: Path, size: str, placement: str) -> Run:
     return replace(run, placement=Processes(engines=1) if placement == "processes" else run.placement)
 
 
-def _play(folder: Path, size: str, how: str, placement: str) -> dict[str, Any]:
+def _play(folder: Path, size: str, how: str, placement: str, until: str) -> dict[str, Any]:
     out, leads, make, push = dict[str, Any](), list[RankLead](), session.make_parts, Sync.push
 
     def each(word: str) -> list[int]:
@@ -121,10 +124,12 @@ def _play(folder: Path, size: str, how: str, placement: str) -> dict[str, Any]:
 
     def over(*given: Any) -> Any:
         out["loaded"] = each("VmHWM")
+        if until == "loaded":
+            raise Enough
         return over_ranks(*given)
 
     async def watched(self: Sync, version: int) -> str:
-        """The second push: in the first one much is built that stays."""
+        """The first push of trained weights: in that of the first ones much is built that stays."""
         if version == 0:
             return await push(self, version)
         clib.malloc_trim(0)  # what was freed before would hide what is taken now
