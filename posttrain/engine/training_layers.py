@@ -133,7 +133,9 @@ class Products(torch.autograd.Function):
         needed, weights = ctx.needs_input_grad, parts[::2]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if any(needed[1::2]) else None, *(weights if needed[0] else ()))
-        return tuple(linear(x, w, b) for w, b in zip(weights, parts[1::2], strict=True) if w is not None)
+        outs = tuple(linear(x, w, b) for w, b in zip(weights, parts[1::2], strict=True) if w is not None)
+        ctx.mark_non_differentiable(*(o for i, o in enumerate(outs) if not (needed[0] or any(needed[2 * i + 1 :][:2]))))
+        return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
