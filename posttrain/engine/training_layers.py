@@ -2,8 +2,8 @@
 
 Between its products a layer of the Llama family only reads and writes memory, and transformers writes it as some forty
 operations forward and backward. At 1 M parameters they take 40 % of a step. Here each is one compiled operation
-(`native_code/training.h`), which also keeps less for the backward pass. The products stay the layer's own modules, so
-that adapters, frozen weights and gradients are as they were.
+(`native_code/training.h`), which also keeps less for the backward pass. The products are the layer's own modules, so
+that adapters and frozen weights are as they were; plain ones of one input make its gradient together (`Products`).
 
 The methods of the model are replaced only while it runs, so nobody else sees them: not the engine, which reads the same
 module where the policy has an adapter, nor what is saved.
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from posttrain.core.engines import KernelChoice
@@ -120,6 +121,39 @@ class SwiGLU(torch.autograd.Function):
         return dgate, dup
 
 
+class Products(torch.autograd.Function):
+    """x @ W.T + b for several W and b (None: no bias) of one input x.
+
+    Torch makes a gradient of x for each product and then adds these. Here every product after the first adds to the
+    gradient that there is, in the order of the arguments. All other numbers are those of `nn.Linear`, bit for bit.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parts: Tensor | None) -> tuple[Tensor, ...]:
+        needed, weights = ctx.needs_input_grad, parts[::2]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if any(needed[1::2]) else None, *(weights if needed[0] else ()))
+        outs = tuple(linear(x, w, b) for w, b in zip(weights, parts[1::2], strict=True) if w is not None)
+        ctx.mark_non_differentiable(*(o for i, o in enumerate(outs) if not (needed[0] or any(needed[2 * i + 1 :][:2]))))
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed, (x, *weights) = ctx.needs_input_grad, ctx.saved_tensors
+        rows = None if x is None else x.reshape(-1, x.shape[-1])
+        dx, lead, found = None, (), list[Tensor | None]()
+        for i, grad in enumerate(grads):
+            if grad is None:  # nothing was made of this product
+                found += [None, None]
+                continue
+            g, lead = grad.reshape(-1, grad.shape[-1]), grad.shape[:-1]
+            if needed[0]:
+                dx = g @ weights[i] if dx is None else dx.addmm_(g, weights[i])
+            found.append(g.t() @ rows if needed[1 + 2 * i] and rows is not None else None)
+            found.append(g.sum(0) if needed[2 + 2 * i] else None)
+        return None if dx is None else dx.view(*lead, -1), *found
+
+
 # --- the modules' methods ---------------------------------------------------------------------------------------------
 
 
@@ -127,8 +161,25 @@ def _norm(self: Any, hidden_states: Tensor) -> Tensor:
     return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # pyright: ignore[reportReturnType]
 
 
+def _products(x: Tensor, *projections: nn.Module) -> Sequence[Tensor]:
+    """What each of these modules makes of x, together where all are plain products."""
+    if not torch.is_grad_enabled() or x.dtype != torch.float32 or not all(_is_product(p) for p in projections):
+        return [p(x) for p in projections]
+    return Products.apply(x, *(t for p in projections for t in (p.weight, p.bias)))  # pyright: ignore[reportReturnType]
+
+
+def _is_product(part: Any) -> bool:
+    """Whether a module is `nn.Linear` itself, with whole float32 weights, and calling it does nothing else."""
+    if type(part) is not nn.Linear or "forward" in part.__dict__ or part._compiled_call_impl is not None:
+        return False
+    if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+        return False
+    held = (part.weight,) if part.bias is None else (part.weight, part.bias)
+    return all(type(t) is nn.Parameter and t.dtype == torch.float32 for t in held)
+
+
 def _feed_forward(self: Any, x: Tensor) -> Tensor:
-    return self.down_proj(SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
+    return self.down_proj(SwiGLU.apply(*_products(x, self.gate_proj, self.up_proj)))
 
 
 def _attention(
@@ -137,15 +188,16 @@ def _attention(
     shape = hidden_states.shape[:-1]
     cosine, sine = (x.expand(*shape, -1).contiguous() for x in position_embeddings)
 
-    def rotated(projection: nn.Module, norm: Any | None) -> Tensor:
-        heads = projection(hidden_states).view(*shape, -1, self.head_dim)
+    def rotated(made: Tensor, norm: Any | None) -> Tensor:
+        heads = made.view(*shape, -1, self.head_dim)
         scale = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
         out: Any = Heads.apply(heads, *scale, cosine, sine)
         return out.transpose(1, 2)
 
-    query = rotated(self.q_proj, getattr(self, "q_norm", None))
-    key = rotated(self.k_proj, getattr(self, "k_norm", None))
-    value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim).transpose(1, 2)
+    q, k, v = _products(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+    query = rotated(q, getattr(self, "q_norm", None))
+    key = rotated(k, getattr(self, "k_norm", None))
+    value = v.view(*shape, -1, self.head_dim).transpose(1, 2)
     seen, _ = attention.attend(self, query, key, value, None, self.scaling, sliding_window=window_of(self))
     return self.o_proj(seen.reshape(*shape, -1)), None
 
