@@ -11,7 +11,7 @@ from posttrain.controller import rank_state as together
 from posttrain.controller.rank_lead import RankLead
 from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.over_ranks import Cut
+from posttrain.core.over_ranks import Parallel
 from posttrain.core.placement import Local, Ray
 from posttrain.core.run import Model, Run
 from posttrain.engine.saved_adapter import saved_adapter
@@ -56,7 +56,7 @@ def _who_is_whole(run: Run) -> str:
     return HERE if isinstance(run.placement, Local) else "the engines in processes of their own"
 
 
-def _why_whole(run: Run, parallel: Cut) -> str:
+def _why_whole(run: Run, parallel: Parallel) -> str:
     """Why rows cannot be read, as far as the settings tell; '' where they can."""
     path = run.model.path or ""
     if not Path(path).expanduser().is_dir():

@@ -33,7 +33,7 @@ from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.given import Given
 from posttrain.core.ladders import AnyAlgorithm
-from posttrain.core.over_ranks import SECONDS, Cut, RankOptions, torchrun_rank, under_torchrun
+from posttrain.core.over_ranks import SECONDS, Parallel, RankOptions, torchrun_rank, under_torchrun
 from posttrain.core.ports import Environment
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Evaluation, Reinforce, Run
@@ -62,7 +62,7 @@ def run(
     nproc: int | None = None,
     rank_timeout: float = SECONDS,
     replicas: int = 1,
-    parallel: Cut = "rows",
+    parallel: Parallel = "rows",
     **settings: Any,
 ) -> Result:
     """Run a recipe, or go on with a run that was cut or that shall be longer.

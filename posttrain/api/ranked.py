@@ -36,7 +36,14 @@ from posttrain.core import seeds
 from posttrain.core.errors import EngineError
 from posttrain.core.lifetime import ending_with_parent
 from posttrain.core.machine import cores
-from posttrain.core.over_ranks import Cut, RankOptions, torchrun_rank, torchrun_restarts, torchrun_world, under_torchrun
+from posttrain.core.over_ranks import (
+    Parallel,
+    RankOptions,
+    torchrun_rank,
+    torchrun_restarts,
+    torchrun_world,
+    under_torchrun,
+)
 from posttrain.core.run import Model, Run
 from posttrain.engine import attention
 from posttrain.engine.fingerprint import fingerprint
@@ -52,7 +59,7 @@ L = TypeVar("L", bound=RankLearner)
 
 WORKER = "posttrain.controller.rank_worker"
 LAUNCHER = "the process of torchrun"
-LEARNERS: dict[Cut, tuple[Any, Any]] = {
+LEARNERS: dict[Parallel, tuple[Any, Any]] = {
     "rows": (LeadLearner, ShardedLearner),
     "tensor": (LeadTensorLearner, TensorLearner),
 }
@@ -75,7 +82,7 @@ class RankStart:
     fault: str | None
     digest: str
     """Of the weights, where each rank reads its rows."""
-    parallel: Cut
+    parallel: Parallel
     how: Mapping[str, Any]
     """Further arguments of the learner."""
 

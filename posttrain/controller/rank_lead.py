@@ -21,7 +21,7 @@ from posttrain.controller.rank_state import RankState
 from posttrain.controller.rank_worker import EXCHANGE, Proceed, StepOrder, of_exchange
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.gauge import Gauges
-from posttrain.core.over_ranks import Cut
+from posttrain.core.over_ranks import Parallel
 from posttrain.core.stage import Optimizer
 from posttrain.core.types import Top
 from posttrain.engine.optimizer import StageOptimizer
@@ -49,7 +49,7 @@ class RankLead:
     """
 
     def __init__(
-        self, ranks: ProcessRanks, store: Store, processes: RankProcesses | None = None, parallel: Cut = "rows"
+        self, ranks: ProcessRanks, store: Store, processes: RankProcesses | None = None, parallel: Parallel = "rows"
     ) -> None:
         self.ranks, self.state = ranks, RankState(ranks)
         self._orders, self._processes = RankOrders(ranks, store), processes
@@ -62,7 +62,7 @@ class RankLead:
         self.dropped: list[int] = []
         """References that nobody reads any more."""
         self._number = 0
-        self.parallel: Cut = parallel
+        self.parallel: Parallel = parallel
         """How ranks share the model."""
         self.by_rows = False
         """Whether each rank reads its own rows of the model."""

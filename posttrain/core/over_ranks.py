@@ -21,7 +21,7 @@ SECONDS = 600.0
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """The environment variable that torchrun sets in each of its processes."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-Cut = Literal["rows", "tensor"]
+Parallel = Literal["rows", "tensor"]
 """How ranks share a model: rows of every weight (`fully_shard`), or columns and rows of each layer (tensor
 parallelism)."""
 STAGES = (Reinforce, Supervised, Preference, OnlinePreference)
@@ -39,7 +39,7 @@ class RankOptions:
     """How long a rank waits in an exchange for the others before the run stops."""
     replicas: int = 1
     """Copies of the weights (HSDP). Each copy is cut over the same number of ranks."""
-    parallel: Cut = "rows"
+    parallel: Parallel = "rows"
     """How the ranks share the model."""
 
     def __post_init__(self) -> None:
@@ -52,8 +52,8 @@ class RankOptions:
                 f"--replicas {self.replicas}: of {self.world or 1} ranks. Each copy of the weights is cut over the same"
                 " number of ranks, so give a divisor of their number"
             )
-        if self.parallel not in get_args(Cut):
-            raise ConfigError(f"--parallel {self.parallel}: must be one of {', '.join(get_args(Cut))}")
+        if self.parallel not in get_args(Parallel):
+            raise ConfigError(f"--parallel {self.parallel}: must be one of {', '.join(get_args(Parallel))}")
         if self.parallel != "rows" and self.replicas > 1:
             raise ConfigError(f"--parallel {self.parallel}: copies of such weights are not built. Leave out --replicas")
         if self.nproc is not None and under_torchrun() and self.nproc != (world := torchrun_world()):
@@ -113,7 +113,7 @@ def _refusals(run: Run) -> Iterator[str]:
         yield from _of_stage(stage)
 
 
-def _whole_passes(run: Run, parallel: Cut) -> Iterator[str]:
+def _whole_passes(run: Run, parallel: Parallel) -> Iterator[str]:
     """What ranks cannot do each of which computes every token."""
     model, how = run.model, f"--parallel {parallel}"
     if model.dtype != "float32":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 from posttrain.cli.command import Subparsers, add_command, add_trust
 from posttrain.core.errors import ConfigError
-from posttrain.core.over_ranks import SECONDS, Cut, RankOptions, torchrun_rank, under_torchrun
+from posttrain.core.over_ranks import SECONDS, Parallel, RankOptions, torchrun_rank, under_torchrun
 from posttrain.core.visible import tell
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _add_ranks(p: ArgumentParser) -> None:
     )
     p.add_argument(
         "--parallel",
-        choices=get_args(Cut),
+        choices=get_args(Parallel),
         default="rows",
         help="how the ranks share the model: rows of every weight, or columns and rows of each layer (tensor "
         "parallelism; default: %(default)s)",
