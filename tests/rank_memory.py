@@ -27,10 +27,10 @@ from posttrain.role.sync import Sync
 from tests.over_ranks import run_of
 
 SIZES: dict[str, Model] = {
-    "wide": Model(arch="llama", hidden=320, layers=24, heads=4, kv_heads=4, ffn=960, context=64),
+    "wide": Model(arch="llama", hidden=448, layers=12, heads=4, kv_heads=4, ffn=1344, context=64),
     "small": Model(arch="llama", hidden=32, layers=2, heads=4, kv_heads=4, ffn=64, context=64),
 }
-"""109 MB, and what a process needs beside a model."""
+"""125 MB, and what a process needs beside a model."""
 RANKS = 4
 
 
