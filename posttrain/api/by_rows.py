@@ -72,7 +72,7 @@ def _why_whole(run: Run, parallel: Parallel) -> str:
     if isinstance(run.engine, VLLM) and run.model.lora is not None:
         return "vLLM gets the weights beneath an adapter from rank 0 (engine=embedded reads them by itself)"
     if isinstance(run.engine, VLLM) and not isinstance(run.placement, Local):
-        return "engines of vLLM in processes of their own get the model from rank 0 (engine.server=true does not)"
+        return "engines of vLLM in processes of their own get the model from rank 0 (a server of vLLM does not)"
     if isinstance(run.placement, Ray):
         return "engines on a cluster get the model from rank 0 (placement=processes reads it by itself)"
     return ""

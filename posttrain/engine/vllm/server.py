@@ -221,6 +221,7 @@ class VLLMServer:
         """Load the files of an adapter in the place of the last one. Its name is new, because the prefix cache has it
         in its keys. The server keeps one adapter, so the last one leaves its memory."""
         path, last = self._share / name, self._adapter
+        self._share.mkdir(parents=True, exist_ok=True)
         try:
             self._counters.pushed(await asyncio.to_thread(hot.write, path, given))
             await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path.resolve())}, plain=True)
