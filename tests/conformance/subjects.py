@@ -239,7 +239,7 @@ def _vllm_server(workers: int = 1) -> Subject:
     policy = new_policy()
     own = Spawned(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True, workers=workers)
     endpoint = Endpoint(own.url, "rollout")
-    engine = VLLMServer(policy, endpoint, share=own.folder, timeout=60, ended=own.ended, workers=workers)
+    engine = VLLMServer(policy, endpoint, share=own.folder / "share", timeout=60, ended=own.ended, workers=workers)
 
     @contextmanager
     def stale() -> Iterator[None]:

@@ -94,7 +94,7 @@ def started(name: str, policy: Policy, workers: int = 1) -> Served:
 
     own = Spawned(policy, slots=16, cache_bytes=32 << 20, eager=True, workers=workers)
     endpoint = Endpoint(own.url, "rollout")
-    server = VLLMServer(policy, endpoint, share=own.folder, timeout=60, ended=own.ended, workers=workers)
+    server = VLLMServer(policy, endpoint, share=own.folder / "share", timeout=60, ended=own.ended, workers=workers)
     return Served(server, policy, HFLearner(policy), own.close)
 
 
