@@ -58,7 +58,7 @@ vllm: $(VLLM_VENV)/vllm.stamp
 
 # Engines as actors of a real Ray cluster on this machine, which the tests start and end.
 test-ray: $(RAY_VENV)/ray.stamp
-	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -q -s tests/ray/placed.py
+	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -q -s tests/ray/placed.py tests/ray/ranks.py
 
 # Processes of every kind are killed there; by hand, as CI has no time left for it. POSTTRAIN_SWEEP_KILLS is how many, POSTTRAIN_SWEEP_SEED repeats the instants.
 test-ray-kills: $(RAY_VENV)/ray.stamp

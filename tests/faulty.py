@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import traceback
 from collections.abc import Sequence
@@ -52,7 +53,21 @@ RESUMED = ("resume", "ahead_resume")
 COMPARED = "posttrain.core.ranks"
 """Where values of ranks are compared for a check, which is what caught the fault."""
 ELSEWHERE = ("worlds", "fickle")
-IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", "ranks", *ELSEWHERE, *AHEAD)
+OVER_RANKS = {"ranks": "rows", "rank_experts": "experts"}
+"""What faults need that act in a run over ranks, and how these share the model."""
+IN_REINFORCEMENT = (
+    "",
+    "tool",
+    "bos",
+    "state",
+    "chat",
+    "resume",
+    "judge",
+    "pool",
+    *OVER_RANKS,
+    *ELSEWHERE,
+    *AHEAD,
+)
 """What faults need that are planted into a reinforcement stage, or before its first step."""
 
 
@@ -177,7 +192,7 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(run, model=Model(path=str(_remembers(folder / "state")), context=64))
     if needs == "chat":
         run = _chat(run, folder)
-    if needs == "experts":
+    if needs in ("experts", "rank_experts"):
         run = mixture(run)
     if needs in AHEAD:
         stage = run.stages[-1]
@@ -355,8 +370,15 @@ def search_run(run: Run, folder: Path) -> Path:
     return made
 
 
-def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = False, **rl: Any) -> Caught | None:
-    """Run it with the fault planted; what caught it first, or None. `rl`: settings of its reinforcement stage."""
+def catch(
+    fault: Fault, model: Path, folder: Path, *, deterministic: bool = False, parallel: str = "", **rl: Any
+) -> Caught | None:
+    """Run it with the fault planted; what caught it first, or None.
+
+    Args:
+        parallel: how two ranks share the model; "": as the fault needs it.
+        rl: settings of its reinforcement stage.
+    """
     if fault.needs == "search":
         return _caught_searching(fault, model, folder)
     if fault.needs == "meta":
@@ -364,14 +386,15 @@ def catch(fault: Fault, model: Path, folder: Path, *, deterministic: bool = Fals
     run = replace(smallest(fault, model, folder, **rl), deterministic=deterministic)
     out = folder / fault.name
     words = (*fault.shows, f"fault={fault.name}")
-    over: dict[str, Any] = {"nproc": 2, "rank_timeout": 60.0} if fault.needs == "ranks" else {}
+    parallel = parallel or OVER_RANKS.get(fault.needs, "")
+    over: dict[str, Any] = {"nproc": 2, "rank_timeout": 60.0, "parallel": parallel} if parallel else {}
     try:
         posttrain.run(run, *words, out=out, quiet=True, allow_fault=True, **over)
         if fault.needs in RESUMED:
             second = sorted((out / "checkpoints").glob("*-rl-000002"))[0]
             posttrain.run(resume=second, quiet=True, allow_fault=True)
     except PosttrainError as error:
-        return Caught(*detector(error), reached(out, error), str(error))
+        return Caught(*detector(error), reached(out, error), of_the_twin(str(error)))
     return named(out)
 
 
@@ -381,7 +404,7 @@ def _caught_searching(fault: Fault, model: Path, folder: Path) -> Caught | None:
     try:
         evaluate_searches(made, *fault.shows, f"fault={fault.name}", quiet=True, allow_fault=True)
     except PosttrainError as error:
-        return Caught(*detector(error), 0, str(error))
+        return Caught(*detector(error), 0, of_the_twin(str(error)))
     return None
 
 
@@ -398,8 +421,17 @@ def _caught_labelling(fault: Fault, model: Path, folder: Path) -> Caught | None:
         with planted(fault.name):
             meta_rows(judge.judging, votes)
     except PosttrainError as error:
-        return Caught(*detector(error), 0, str(error))
+        return Caught(*detector(error), 0, of_the_twin(str(error)))
     return None
+
+
+BROKEN = re.compile(r"\b(TypeError|AttributeError|NameError|ImportError|UnboundLocalError)\b")
+
+
+def of_the_twin(message: str) -> str:
+    """The message; AssertionError where the planted function does not fit the code any more, and has merely failed."""
+    assert not BROKEN.search(message), f"the planted function is broken: {message}"
+    return message
 
 
 def reached(out: Path, error: BaseException) -> int:

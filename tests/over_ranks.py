@@ -92,6 +92,18 @@ def same_bits(a: Path, b: Path) -> None:
     assert reader.record_digest(a) == reader.record_digest(b)
 
 
+def is_that_of_one_process(whole: Path, folder: Path) -> None:
+    """Weights, tokens, tensors that are written, and steps are those of the other run; and no check said anything."""
+    gap = apart(whole, folder)
+    print(f"{folder.name}: a weight differs by at most {gap:.2g} (bound {BOUND:g})")
+    assert gap <= BOUND and said(whole) == said(folder) != []
+    assert {n: (t.dtype, t.shape) for n, t in tensors(whole).items()} == {
+        n: (t.dtype, t.shape) for n, t in tensors(folder).items()
+    }
+    assert [s.index for s in reader.steps(folder)] == [s.index for s in reader.steps(whole)]
+    assert not [n for s in reader.steps(folder) for n in s.notes if n.startswith(("stopped", "rule "))]
+
+
 # --- lost processes ---------------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.refuse import refuse_few, refuse_split
 from posttrain.engine.vllm.server import ROLE, VLLMServer
 from posttrain.engine.vllm.spawn import Spawned
-from posttrain.engine.vllm.start import limits, memory_folder
+from posttrain.engine.vllm.start import folder_for_weights, limits
 
 TIMELINE = "timeline.json"
 BEFORE_TRIAL = -2
@@ -218,7 +218,7 @@ def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
     inflight = how.update == "inflight"
     client = partial(VLLMServer, policy, timeout=how.timeout, inflight=inflight, workers=how.workers)
     if how.url is not None:
-        share = Path(how.share) if how.share is not None else memory_folder()
+        share = Path(how.share) if how.share is not None else folder_for_weights(policy)
         endpoint = Endpoint(how.url, ROLE, key_env=how.key_env, patience=patience)
         return Serving(client(endpoint, share=share), lambda: None)
     own = Spawned(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager, workers=how.workers)

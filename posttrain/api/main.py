@@ -84,7 +84,8 @@ def run(
         nproc: train with so many processes on this machine, each with a part of the weights (docs/shards.md).
         rank_timeout: seconds that one of them waits for the others before the run stops and says for whom.
         replicas: copies of the weights among these processes; each copy is cut over the same number of them.
-        parallel: how they share the model: `rows` of every weight, or `tensor`: columns and rows of each layer.
+        parallel: how they share the model: `rows` of every weight; `tensor`: columns and rows of each layer; `experts`:
+            whole experts of a mixture.
         settings: any other setting by its name: `model="my-model", steps=50, sampling={"max_tokens": 64}`.
     """
     named = {"env": env, "algorithm": algorithm}

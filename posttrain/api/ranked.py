@@ -17,11 +17,12 @@ from torch.distributed.rendezvous import rendezvous
 from posttrain import faults
 from posttrain.api.by_rows import here
 from posttrain.api.torch_settings import use_deterministic, use_threads
+from posttrain.checks.experts import ExpertsCheck
 from posttrain.checks.frozen import FrozenCheck
 from posttrain.checks.precision import ScaleCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.watch import checks_of
-from posttrain.controller.lead_learner import LeadLearner, LeadTensorLearner
+from posttrain.controller.lead_learner import LeadExpertLearner, LeadLearner, LeadTensorLearner, OrderedLearner
 from posttrain.controller.parts import RunParts
 from posttrain.controller.rank_checks import rank_observers
 from posttrain.controller.rank_lead import (
@@ -46,6 +47,7 @@ from posttrain.core.over_ranks import (
 )
 from posttrain.core.run import Model, Run
 from posttrain.engine import attention
+from posttrain.engine.expert_parallel import ExpertLearner, whole_experts
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.rank_orders import END, HERE, LONG, RankLost, Store, met
@@ -62,6 +64,7 @@ LAUNCHER = "the process of torchrun"
 LEARNERS: dict[Parallel, tuple[Any, Any]] = {
     "rows": (LeadLearner, ShardedLearner),
     "tensor": (LeadTensorLearner, TensorLearner),
+    "experts": (LeadExpertLearner, ExpertLearner),
 }
 """How ranks share a model: the learner of rank 0, and of another one."""
 ROWS = (UpdateCheck, FrozenCheck)
@@ -173,20 +176,25 @@ def rank_threads(run: Run, options: RankOptions) -> int:
 
 def refuse_policy(policy: Policy, lead: RankLead, blank: bool) -> None:
     """ConfigError for a model that ranks cannot share as they are asked to."""
-    if lead.parallel == "tensor":
-        columns_and_rows(policy, lead.ranks.world)
-    else:
-        refuse_ranks(policy, blank)
+    match lead.parallel:
+        case "tensor":
+            columns_and_rows(policy, lead.ranks.world)
+        case "experts":
+            whole_experts(policy, lead.ranks.world)
+        case "rows":
+            refuse_ranks(policy, blank)
 
 
-def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner | LeadTensorLearner:
+def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
     """A learner on every rank. It cuts the weights of the policy in place, or each rank reads its rows of them.
 
     Raises:
         EngineError: the model cannot be sent to another process.
         InvariantError: the rows that ranks have read are not those of the policy.
     """
-    how = {"gradient_checkpointing": run.model.checkpointing}
+    how: dict[str, Any] = {"gradient_checkpointing": run.model.checkpointing}
+    if run.model.router_replay != "none":
+        how["replays"] = True
     given = here(run.model) if lead.by_rows else policy
     digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.by_rows else ""
     told = (run.seed, torch.get_num_threads(), run.deterministic, run.fault, digest, lead.parallel, how)
@@ -204,7 +212,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> LeadLearner | Lead
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
     """The parts of a run, with those that train on all ranks."""
-    half = run.model.dtype == "float16"
+    half, own = run.model.dtype == "float16", (*ROWS, *((ExpertsCheck,) if lead.parallel == "experts" else ()))
     given: tuple[Any, ...] = (run.model.kernels, half, None)
     return replace(
         parts,
@@ -213,5 +221,5 @@ def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
         make_trainer=lambda learner, optimizer, micro_tokens, version: lead_trainer(
             lead, optimizer, micro_tokens, version
         ),
-        observe=rank_observers(lead, checks_of, (*ROWS, ScaleCheck) if half else ROWS),
+        observe=rank_observers(lead, checks_of, (*own, ScaleCheck) if half else own),
     )

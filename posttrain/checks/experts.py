@@ -15,7 +15,7 @@ import numpy as np
 
 from posttrain.checks.sampler import sampler_agrees
 from posttrain.checks.schedule import due
-from posttrain.checks.update import SMALLEST
+from posttrain.checks.update import SMALLEST, gradient_norm
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
@@ -171,15 +171,18 @@ def experts_learn(
         trained: what the optimizer updates, by parameter. Frozen ones are not in it.
         expected: (name, gradient, place) to the move that the step will make there, or None where that is not known.
         first: the first of the experts that are followed; after the last one they begin anew.
+
+    Where ranks hold whole experts, each calls it at once and follows its own.
     """
     loud = load_with_credit(batch, routers.experts)
     out = list[FollowedExpert]()
     for r, (gate, names) in enumerate(zip(routers.names, routers.stacked, strict=True)):
         grads = {n: trained[n].grad for n in (gate, *names) if n in trained}
         busy = np.flatnonzero(loud[r] >= LEARNS_FROM)
+        mine = np.flatnonzero(loud[r][routers.held] >= LEARNS_FROM)
         if not len(busy):
             continue
-        size = {n: _by_expert(g) for n, g in grads.items() if n != gate and g is not None}
+        size = {n: routers.of_all(_by_expert(g)) for n, g in grads.items() if n != gate and g is not None}
         weighs = batch.routed_N is not None and batch.routed_N.shape[2] > 1  # the weight of one expert may always be 1
         learns = gate not in grads or (grads[gate] is not None and bool(grads[gate].any()))
         if weighs and not learns and any(s.any() for s in size.values()):
@@ -194,7 +197,7 @@ def experts_learn(
                     f"expert {still[0]} of {name} has no gradient, although it computed {int(loud[r][still[0]])} tokens"
                     " with credit: it would never learn"
                 )
-            out += _followed(name, grads[name], trained[name], busy, expected)
+            out += _followed(name, grads[name], trained[name], mine, expected)
     start = first % max(len(out), 1)
     return (out[start:] + out[:start])[:AT_ONCE]
 
@@ -314,8 +317,7 @@ def _other_caches(roles: ReinforceRoles) -> bool:
 def _moves(roles: ReinforceRoles, share: float) -> Any:
     """The move of one number in the next optimizer step; None where an optimizer says only its direction."""
     optimizer, config = roles.trainer.optimizer, roles.stage.optimizer
-    grads = [p.grad for p in roles.trainer.trained().values() if p.grad is not None]
-    norm = float(np.sqrt(sum(float(g.detach().double().square().sum()) for g in grads)))
+    norm = gradient_norm(optimizer, {n: p.grad for n, p in roles.trainer.trained().items() if p.grad is not None})
     part = {} if share == 1 else {"share": share}
 
     def move(name: str, gradient: Any, at: int) -> float | None:

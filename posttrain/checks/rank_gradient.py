@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,12 +76,13 @@ def silent_on_all_ranks(
 def silent_in_parts(
     learner: TensorLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> list[str]:
-    """The parameters of which some rank's part gets no gradient, where layers are cut by columns and rows and each rank
-    computes all tokens. Every rank calls it with the same tokens.
+    """The parameters of which some rank's part gets no gradient, or none of them where a part may be unused. Each rank
+    computes all tokens, and calls it with the same ones.
 
     Raises:
         InvariantError: the value head gets no gradient, or the gradients of all parts are not that of the log-probs.
     """
+    learner, packed = _as_chosen(learner, packed)
     scores = learner.forward(packed, entropy=False, value=bool(head))
     (scores.logp * cotangent(scores.logp)).sum().backward(retain_graph=bool(head))
     found = _taken(parameters)
@@ -93,7 +95,18 @@ def silent_in_parts(
     own = {n: bool(g.any()) for n, g in found.items()}
     table = learner.holders.every(own)
     summed_once(learner, packed, parameters, found)
-    return [n for n in parameters if not all(one.get(n, False) for one in table)]
+    needed = all if learner.every_part_is_used else any
+    return [n for n in parameters if not needed(one.get(n, False) for one in table)]
+
+
+def _as_chosen(learner: TensorLearner, packed: Packed) -> tuple[TensorLearner, Packed]:
+    """A mixture and a batch whose experts are those of now, so that small moves of the weights change no choice."""
+    routers = learner.routers()
+    if routers is None:
+        return learner, packed
+    follows = routers.followed()
+    assert isinstance(follows, TensorLearner)
+    return follows, replace(packed, routed_N=routers.read(packed, replay=False).own)
 
 
 def _taken(parameters: Mapping[str, Any]) -> dict[str, Tensor]:

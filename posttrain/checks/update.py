@@ -134,6 +134,16 @@ class Largest:
     """`ExpectedUpdate.size`; inf where only whole updates follow the definition (`ExpectedUpdate.along`)."""
 
 
+def gradient_norm(optimizer: Any, grads: Mapping[str, Any]) -> float:
+    """Of the whole gradient, of which each of several ranks has a part. All ranks call it at once."""
+    own = math.sqrt(math.fsum(float(held(g.detach()).double().square().sum()) for g in grads.values()))
+    ranks: Ranks = getattr(optimizer, "ranks", ALONE)
+    if ranks.world > 1:
+        return joint_norm(of_one_copy(ranks, own, "gradient"))
+    whole = getattr(optimizer, "whole_norm", None)
+    return own if whole is None else whole(grads)
+
+
 @dataclass(frozen=True)
 class Handed:
     """The gradients an optimizer gets for a step, and the update its definition expects. Made just before the step."""
@@ -152,12 +162,7 @@ class Handed:
         """`config` is the stage's, whatever the optimizer was built with; `share` is that of the learning rate."""
         trained, part = optimizer.trained(), {} if share == 1 else {"share": share}
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
-        norm = math.sqrt(math.fsum(float(held(g).double().square().sum()) for g in grads.values()))
-        ranks: Ranks = getattr(optimizer, "ranks", ALONE)
-        if ranks.world > 1:
-            norm = joint_norm(of_one_copy(ranks, norm, "gradient"))
-        elif (whole := getattr(optimizer, "whole_norm", None)) is not None:
-            norm = whole(grads)  # of parts that several ranks hold
+        norm = gradient_norm(optimizer, grads)
         grads = {n: g for n, g in grads.items() if held(g).numel()}  # a rank may have no row of a weight
         largest: dict[str, Largest] = {}
         for name, g in grads.items():

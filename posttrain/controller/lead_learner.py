@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from posttrain.core.adapter import AdapterTrial
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.machine import freed_at_once
+from posttrain.core.routed import RoutedPass
 from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
 from posttrain.core.types import Top
+from posttrain.engine.expert_parallel import ExpertLearner
 from posttrain.engine.gather import gathered
 from posttrain.engine.learner import HFLearner
+from posttrain.engine.learner_routers import LearnerRouters
 from posttrain.engine.models import Policy
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.tensor_parallel import TensorLearner
@@ -33,6 +37,8 @@ class OrderedLearner(HFLearner):
     """
 
     _lead: RankLead
+    _ask: Callable[..., Any] = staticmethod(together.ask_learner)
+    """What orders a method of all ranks."""
 
     def forward(self, packed: Packed, **asked: Any) -> TokenScores:
         if not (self._lead.busy or self._lead.stepping):
@@ -46,7 +52,7 @@ class OrderedLearner(HFLearner):
         """A method on all ranks: ordered, or called here while all do the same."""
         if self._lead.busy:
             return getattr(super(), method)(*given)
-        return self._lead.all(together.ask_learner, method, given, what=f"{method} of the learner")
+        return self._lead.all(self._ask, method, given, what=f"{method} of the learner")
 
     def score(self, packed: Packed) -> np.ndarray:
         return self._do("score", packed)
@@ -83,6 +89,17 @@ class OrderedLearner(HFLearner):
 
     def adapter(self) -> AdapterTrial | None:
         return None if self.policy.lora is None else LeadTrial(self._lead)
+
+    def routers(self) -> LearnerRouters | None:
+        found = super().routers()
+        return found if found is None or self._lead.busy else LeadRouters(**vars(found), lead=self._lead)
+
+    def _following(self) -> HFLearner:
+        other = super()._following()
+        if other is not self:
+            assert isinstance(other, OrderedLearner)
+            other._ask = together.ask_followed
+        return other
 
     def shards(self) -> Iterator[Shard]:
         """The parts of all ranks, in buckets; this rank's own while all do the same."""
@@ -131,6 +148,31 @@ class LeadTensorLearner(OrderedLearner, TensorLearner):
     def __init__(self, policy: Policy, lead: RankLead, **given: Any) -> None:
         self._lead = lead
         TensorLearner.__init__(self, policy, lead.ranks, **given)
+
+
+class LeadExpertLearner(OrderedLearner, ExpertLearner):
+    """`core.ports.Learner` of rank 0 over ranks that hold whole experts."""
+
+    def __init__(self, policy: Policy, lead: RankLead, **given: Any) -> None:
+        self._lead = lead
+        ExpertLearner.__init__(self, policy, lead.ranks, **given)
+
+
+@dataclass(frozen=True, eq=False)
+class LeadRouters(LearnerRouters):
+    """`core.routed.Routers` on rank 0: a pass is ordered of all ranks."""
+
+    lead: RankLead | None = None
+
+    def read(self, packed: Packed, *, replay: bool) -> RoutedPass:
+        return self._ordered("read", packed, replay)
+
+    def probabilities(self, packed: Packed, *, replay: bool) -> np.ndarray:
+        return self._ordered("probabilities", packed, replay)
+
+    def _ordered(self, method: str, packed: Packed, replay: bool) -> Any:
+        assert self.lead is not None
+        return self.lead.all(together.ask_routers, method, packed, replay, what=f"{method} of the routers")
 
 
 class LeadTrial:

@@ -18,6 +18,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.errors import DataError, RunFolderError
 from posttrain.core.ports import Reference
 from posttrain.core.ranks import ALONE, Ranks, check_same, of_every
+from posttrain.core.routed import Routers
 from posttrain.core.shards import Shard
 from posttrain.core.stage import Optimizer, Stage
 from posttrain.engine.adapter import switched_off
@@ -113,6 +114,22 @@ class RankState:
 def ask_learner(state: RankState, method: str, given: tuple[Any, ...]) -> Any:
     """What a method of the learner returns that reads whole weights."""
     return getattr(state.learner, method)(*given)
+
+
+def ask_followed(state: RankState, method: str, given: tuple[Any, ...]) -> Any:
+    """The same of the learner whose passes follow the choices of a batch."""
+    return getattr(_routers(state).followed(), method)(*given)
+
+
+def ask_routers(state: RankState, method: str, packed: Packed, replay: bool) -> Any:
+    """What the routers do in a pass of all ranks."""
+    return getattr(_routers(state), method)(packed, replay=replay)
+
+
+def _routers(state: RankState) -> Routers:
+    found = state.learner.routers()
+    assert found is not None
+    return found
 
 
 def freeze(state: RankState, number: int, dropped: Sequence[int]) -> str:

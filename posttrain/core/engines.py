@@ -68,7 +68,8 @@ class VLLM:
     key_env: str | None = None
     """Environment variable that holds the server's API key."""
     share: str | None = None
-    """Folder in which new weights are handed to a server; both sides must see it. None: memory of this machine."""
+    """Folder in which new weights are handed to a server; both sides must see it. None: memory of this machine where
+    it has room for twice the weights, else its temporary folder."""
     cache_gib: float = 4.0
     """Memory of the key-value cache, of all workers together."""
     eager: bool = False

@@ -21,9 +21,9 @@ SECONDS = 600.0
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """The environment variable that torchrun sets in each of its processes."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-Parallel = Literal["rows", "tensor"]
-"""How ranks share a model: rows of every weight (`fully_shard`), or columns and rows of each layer (tensor
-parallelism)."""
+Parallel = Literal["rows", "tensor", "experts"]
+"""How ranks share a model: rows of every weight (`fully_shard`), columns and rows of each layer (tensor parallelism),
+or whole experts of a mixture (expert parallelism)."""
 STAGES = (Reinforce, Supervised, Preference, OnlinePreference)
 """The kinds of stage that run over ranks."""
 

@@ -8,7 +8,7 @@ computes the experts' weights itself.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -124,4 +124,14 @@ class Routers(Protocol):
     @property
     def stacked(self) -> tuple[tuple[str, ...], ...]:
         """For each router the parameters that hold its experts' weights along their first axis."""
+        ...
+
+    @property
+    def held(self) -> slice:
+        """The experts whose weights this process has: all, or those of its rank."""
+        ...
+
+    @property
+    def of_all(self) -> Callable[[np.ndarray], np.ndarray]:
+        """From one row for each expert that this process has to the rows of all experts. All ranks call it at once."""
         ...

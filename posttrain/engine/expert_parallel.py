@@ -10,8 +10,10 @@ the same on each rank.
 from __future__ import annotations
 
 import fnmatch
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.distributed.expert_parallel import (
@@ -21,6 +23,7 @@ from transformers.distributed.expert_parallel import (
 )
 
 from posttrain.core.errors import ConfigError
+from posttrain.engine.learner_routers import LearnerRouters
 from posttrain.engine.models import Policy
 from posttrain.engine.tensor_parallel import TensorLearner, refuse_whole_batches
 
@@ -66,26 +69,24 @@ class ExpertLearner(TensorLearner):
         InvariantError: the ranks begin with different weights.
     """
 
+    every_part_is_used = False  # a rank's experts may compute no token
+
     def _plan(self, policy: Policy, world: int) -> dict[str, str]:
-        config, name = policy.module.config.get_text_config(decoder=True), type(policy.module).__name__
-        refuse_whole_batches(policy, "expert parallelism")
-        plan: dict[str, str] = dict(getattr(config, "base_model_ep_plan", None) or {})
-        if not plan or any(style not in STYLES for style in plan.values()):
-            said = ", ".join(sorted(set(plan.values()))) or "none"
-            raise ConfigError(
-                f"{name} has no plan of whole experts in transformers (its plan: {said}). Train it in one process"
-            )
-        decoder: Any = policy.module.get_decoder()
-        found = {
-            int(p.shape[0])
-            for name, p in decoder.named_parameters()
-            if any(style == "grouped_gemm" and fnmatch.fnmatch(name, pattern) for pattern, style in plan.items())
-        }
-        if not found or any(n % world for n in found):
-            raise ConfigError(
-                f"{world} ranks cannot share {min(found, default=0)} experts of {name} evenly: give a divisor of them"
-            )
-        return plan
+        return whole_experts(policy, world)
+
+    def beside(self, policy: Policy) -> ExpertLearner:
+        return ExpertLearner(policy, self.holders)
+
+    def routers(self) -> LearnerRouters | None:
+        found = super().routers()
+        if found is None:
+            return None
+        own = found.experts // self.holders.world
+        begin = own * self.holders.rank
+        return replace(found, held=slice(begin, begin + own), of_all=self._every_expert)
+
+    def _every_expert(self, own: np.ndarray) -> np.ndarray:
+        return np.concatenate(self.holders.every(own))
 
     def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
         names = [*(n for n, _ in decoder.named_parameters()), *(n for n, _ in decoder.named_modules())]
@@ -93,3 +94,26 @@ class ExpertLearner(TensorLearner):
         mesh = self.holders.mesh
         with torch.no_grad():
             apply_expert_parallelism(decoder, mesh, mesh, whole, ep_implementation=HOW)
+
+
+def whole_experts(policy: Policy, world: int) -> dict[str, str]:
+    """The plan of the decoder's experts. ConfigError for what it cannot do here."""
+    config, name = policy.module.config.get_text_config(decoder=True), type(policy.module).__name__
+    refuse_whole_batches(policy, "expert parallelism")
+    plan: dict[str, str] = dict(getattr(config, "base_model_ep_plan", None) or {})
+    if not plan or any(style not in STYLES for style in plan.values()):
+        said = ", ".join(sorted(set(plan.values()))) or "none"
+        raise ConfigError(
+            f"{name} has no plan of whole experts in transformers (its plan: {said}). Train it in one process"
+        )
+    decoder: Any = policy.module.get_decoder()
+    found = {
+        int(p.shape[0])
+        for name, p in decoder.named_parameters()
+        if any(style == "grouped_gemm" and fnmatch.fnmatch(name, pattern) for pattern, style in plan.items())
+    }
+    if not found or any(n % world for n in found):
+        raise ConfigError(
+            f"{world} ranks cannot share {min(found, default=0)} experts of {name} evenly: give a divisor of them"
+        )
+    return plan

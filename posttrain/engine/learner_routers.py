@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -29,6 +29,8 @@ class LearnerRouters:
     names: tuple[str, ...]
     stacked: tuple[tuple[str, ...], ...]
     follow: Callable[[], Learner]
+    held: slice = field(default_factory=lambda: slice(None))
+    of_all: Callable[[np.ndarray], np.ndarray] = np.asarray
 
     @classmethod
     def of(cls, reader: PackedReader, found: RouterModules, follow: Callable[[], Learner]) -> LearnerRouters | None:

@@ -272,4 +272,7 @@ def refuse_ranks(policy: Policy, blank: bool = False) -> None:
     if is_stateful(policy.module):
         raise ConfigError(f"a model with a recurrent state {several} Train it in one process")
     if experts > 1:
-        raise ConfigError(f"a mixture of {experts} experts {several} Train it in one process")
+        raise ConfigError(
+            f"a mixture of {experts} experts is not cut by rows. Give each rank whole experts (--parallel experts;"
+            " `ExpertLearner`), or train it in one process"
+        )

@@ -46,6 +46,7 @@ class TensorLearner(HFLearner):
     """
 
     row_gradients = False  # ranks add up whole gradients
+    every_part_is_used = True  # by each token
 
     def __init__(
         self,
@@ -72,6 +73,10 @@ class TensorLearner(HFLearner):
     def _plan(self, policy: Policy, world: int) -> dict[str, str]:
         """The plan of the decoder's layers."""
         return columns_and_rows(policy, world)
+
+    def beside(self, policy: Policy) -> TensorLearner:
+        """A learner of another policy, cut as this one is."""
+        return TensorLearner(policy, self.holders)
 
     def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
         """Cut the weights that the plan names, in place."""

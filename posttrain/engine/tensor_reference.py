@@ -1,4 +1,4 @@
-"""A frozen copy of a learner over ranks whose layers are cut by columns and rows, cut as that is."""
+"""A frozen copy of a learner over ranks that compute every token, cut as that is."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ class TensorReference(ShardedReference):
         with torch.no_grad():
             for name, tensor in named_tensors(policy.module):
                 tensor.copy_(learner.whole(held[name]))
-        self._held = TensorLearner(policy, learner.holders)
+        self._held = learner.beside(policy)
         self._held.policy.module.eval()
         self.digest = self.fingerprint()

@@ -59,7 +59,7 @@ def _(real: Real) -> Real:
         ids = self.scheduler.slots.sequence(s)
         layout, served = PackedLayout([len(ids)]), self.served.read_out
         layout.routing = routing = Routing()
-        own = replace(served, decoder=first.get_decoder(), head=first.get_output_embeddings(), tied=None)
+        own = replace(served, decoder=first.get_decoder(), head=first.get_output_embeddings(), look_up=None)
         own.hidden(self.served._to(ids.astype(np.int64)), self.served._to(np.arange(len(ids))), layout)
         return replace(real(self, s, said), routed=as_array(routing.stacked(routing.used)))
 

@@ -52,8 +52,8 @@ class Fault:
     model with a recurrent state), `ahead` (groups asked ahead of the updates), `ahead_resume` (the same, resumed),
     `pool` (two engines in processes, one of which is killed), `worlds` (episodes in two processes, one of which
     dies), `fickle` (the same, of a world that shows something else when it is played again), `ranks` (two ranks),
-    `experts` (a mixture of experts), `search` (`posttrain eval` with searches, of a run with a process reward
-    model)."""
+    `experts` (a mixture of experts), `rank_experts` (one over two ranks that hold whole experts), `search`
+    (`posttrain eval` with searches, of a run with a process reward model)."""
 
 
 FAULTS: dict[str, Fault] = {}

@@ -15,7 +15,7 @@ from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
 from posttrain.faults import FAULTS, find, planted
-from tests.faulty import AHEAD, ELSEWHERE, ROOT, STEPS, catch, smallest, start
+from tests.faulty import AHEAD, ELSEWHERE, OVER_RANKS, ROOT, STEPS, catch, smallest, start
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,7 @@ SHOWN = {
     [
         n
         for n, f in FAULTS.items()
-        if f.needs not in ("preference", "online", "reject", "pool", "ranks", *ELSEWHERE, *AHEAD) or n in SHOWN
+        if f.needs not in ("preference", "online", "reject", "pool", *OVER_RANKS, *ELSEWHERE, *AHEAD) or n in SHOWN
     ],
 )
 def test_fault_is_caught(name: str, model: Path, tmp_path: Path) -> None:

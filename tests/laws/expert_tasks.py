@@ -48,6 +48,8 @@ from tests.rooms.engine_parts import policy
 
 EXPERTS = 8
 BALANCE = 0.1
+BUCKET = 4096
+"""Bytes, so that weights which every rank has whole come in many buckets too."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class TogetherExperts:
         batch, _ = self.case.batch()
         mine = learner.fingerprint()
         out["score"] = learner.score(batch)
-        got = dict(whole_tensors(gathered(learner.shards(), everyone, t.version)))
+        got = dict(whole_tensors(gathered(learner.shards(), everyone, t.version, bucket=BUCKET)))
         if everyone.rank == 0:
             alone = self.case.trainer(None).learner
             assert isinstance(alone, HFLearner)

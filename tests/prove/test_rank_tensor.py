@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from posttrain.api import main
-from posttrain.core import reader
 from posttrain.core.errors import ConfigError
 from posttrain.core.run import Run
 from tests.killing import cut_run
-from tests.over_ranks import BOUND, apart, drawn, run_of, said, same_bits, tensors
+from tests.over_ranks import BOUND, apart, drawn, is_that_of_one_process, run_of, same_bits
 from tests.prove.test_rank_runs import STAGES
 
 pytestmark = pytest.mark.prove
@@ -39,17 +38,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensor") / "whole"
     main.run(run_of_heads(), out=folder, quiet=True)
     return folder
-
-
-def is_that_of_one_process(whole: Path, folder: Path) -> None:
-    gap = apart(whole, folder)
-    print(f"{folder.name}: a weight differs by at most {gap:.2g} (bound {BOUND:g})")
-    assert gap <= BOUND and said(whole) == said(folder) != []
-    assert {n: (t.dtype, t.shape) for n, t in tensors(whole).items()} == {
-        n: (t.dtype, t.shape) for n, t in tensors(folder).items()
-    }
-    assert [s.index for s in reader.steps(folder)] == [s.index for s in reader.steps(whole)]
-    assert not [n for s in reader.steps(folder) for n in s.notes if n.startswith(("stopped", "rule "))]
 
 
 @pytest.mark.skipif("trained" not in PARTS, reason="not drawn")

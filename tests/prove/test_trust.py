@@ -12,7 +12,7 @@ import posttrain
 from benchmarks.trust import HEALTHY, SEEDS, healthy
 from posttrain.core.ladder import LADDER
 from posttrain.faults import FAULTS
-from tests.faulty import AHEAD, BOUND, STEPS, acts_ahead, catch, named, smallest, start
+from tests.faulty import AHEAD, BOUND, OVER_RANKS, STEPS, acts_ahead, catch, named, smallest, start
 
 pytestmark = pytest.mark.prove
 
@@ -23,8 +23,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_nine_in_ten_faults_are_caught(model: Path, tmp_path: Path) -> None:
-    """Those of runs over ranks, each of several processes, are planted by `tests/prove/test_rank_faults.py`."""
-    planted = {name: fault for name, fault in FAULTS.items() if fault.needs != "ranks"}
+    """Those of runs over ranks, each of several processes, are planted by `tests/prove/test_rank_faults.py` and
+    `test_rank_experts.py`."""
+    planted = {name: fault for name, fault in FAULTS.items() if fault.needs not in OVER_RANKS}
     caught = {name: catch(fault, model, tmp_path / name) for name, fault in planted.items()}
     found = [c for c in caught.values() if c is not None and c.step <= STEPS]
     assert len(found) >= 0.9 * len(planted), f"not caught: {[n for n, c in caught.items() if c is None]}"

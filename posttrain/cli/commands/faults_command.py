@@ -33,7 +33,7 @@ def faults(o: Namespace) -> int:
     f = find(o.name)
     rows = (("what", f.what), ("harm", f.harm), ("from", f.source), ("replaces", f.seam))
     command = ("eval", "RUN") if f.needs == "search" else ("run", "arithmetic")
-    ranks = ("--nproc", "2") if f.needs == "ranks" else ()
+    ranks = {"ranks": ("--nproc", "2"), "rank_experts": ("--nproc", "2", "--parallel", "experts")}.get(f.needs, ())
     see = command_line(*command, *f.shows, f"fault={f.name}", *ranks, "--allow-fault")
     if f.needs == "meta":  # its rows are made outside any run
         see = f"python benchmarks/judges.py --out results --fault {f.name}"

@@ -91,8 +91,8 @@ def _add_ranks(p: ArgumentParser) -> None:
         "--parallel",
         choices=get_args(Parallel),
         default="rows",
-        help="how the ranks share the model: rows of every weight, or columns and rows of each layer (tensor "
-        "parallelism; default: %(default)s)",
+        help="how the ranks share the model: rows of every weight, columns and rows of each layer (tensor "
+        "parallelism), or whole experts of a mixture (default: %(default)s)",
     )
 
 

@@ -15,11 +15,11 @@ import urllib.request
 from pathlib import Path
 
 from posttrain.core.errors import EngineError
-from posttrain.engine.models import Policy, served_tensors
+from posttrain.engine.models import Policy
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.hot_load import BASE, check_served
 from posttrain.engine.vllm.launch import FOLDER, PARENT
-from posttrain.engine.vllm.start import START, arguments, describe, memory_folder, workers_environment
+from posttrain.engine.vllm.start import START, arguments, describe, folder_for_weights, workers_environment
 
 ROLE = "the rollout engine (a vLLM server of this run)"
 LOG_LINES = 12
@@ -40,8 +40,7 @@ class Spawned:
     def __init__(self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool, workers: int = 1) -> None:
         installed()
         check_served(policy)
-        place = memory_folder(sum(t.nbytes for _, t in served_tensors(policy.module)))
-        self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-", dir=place)
+        self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-", dir=folder_for_weights(policy))
         self.folder = Path(self._folder.name)
         """Holds the model's description, the log, and weights during an update."""
         describe(policy, str(self.folder / "model"))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.engine.models import Policy
+from posttrain.engine.models import Policy, served_tensors
 from posttrain.engine.readout import read_out
 from posttrain.engine.vllm.contract import Capabilities
 from posttrain.engine.vllm.hot_load import check_served, lora_arguments, write_base
@@ -132,6 +132,11 @@ def memory_folder(size: int = 0) -> Path:
     shm = Path("/dev/shm")
     fits = shm.is_dir() and os.access(shm, os.W_OK) and shutil.disk_usage(shm).free >= 2 * size
     return shm if fits else Path(tempfile.gettempdir())
+
+
+def folder_for_weights(policy: Policy) -> Path:
+    """A folder for the files of a policy's weights on their way to a server."""
+    return memory_folder(sum(t.nbytes for _, t in served_tensors(policy.module)))
 
 
 @contextmanager

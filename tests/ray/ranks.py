@@ -1,0 +1,95 @@
+"""Ranks beside a Ray cluster that was there before the run, by the command that docs/ranks.md prints (`make
+test-ray`)."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+from posttrain.core import reader
+from posttrain.engine.pool.ray_host import must_answer
+from tests.over_ranks import WORDS, free_port, said, tensors
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "ranks.md"
+THERE = "placement.address="
+BEGINS = 90.0
+"""Seconds in which a cluster answers."""
+ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a cluster on this machine, in processes of its own."""
+    folder, there = Path(tempfile.mkdtemp(prefix="ray-")), f"127.0.0.1:{free_port()}"
+    port = there.rpartition(":")[2]
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={port}"]
+    command += ["--node-ip-address=127.0.0.1", "--num-cpus=4", "--include-dashboard=false", f"--temp-dir={folder}"]
+    log = (folder / "said").open("wb")
+    with subprocess.Popen(command, env=ENV, stdout=log, stderr=log, start_new_session=True) as cluster:
+        try:
+            _await(there, cluster)
+            yield there
+        finally:
+            with suppress(ProcessLookupError):
+                cluster.send_signal(signal.SIGTERM)
+            try:
+                cluster.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(cluster.pid, signal.SIGKILL)
+    log.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _await(there: str, cluster: subprocess.Popen[bytes]) -> None:
+    last = time.monotonic() + BEGINS
+    while True:
+        assert cluster.poll() is None, "the cluster has ended"
+        try:
+            return must_answer(there, 1.0)
+        except Exception:
+            assert time.monotonic() < last, "the cluster does not answer"
+            time.sleep(0.5)
+
+
+def printed() -> list[str]:
+    """The words of the page's command, without the address."""
+    (line,) = [x.strip() for x in PAGE.read_text().splitlines() if x.startswith("    posttrain run") and THERE in x]
+    words = shlex.split(line)
+    assert words[:3] == ["posttrain", "run", "arithmetic"]
+    return [w for w in words[3:] if not w.startswith(THERE)]
+
+
+def play(folder: Path, *more: str) -> Path:
+    command = [sys.executable, "-m", "posttrain", "run", *WORDS, "--out", str(folder), *more]
+    done = subprocess.run(command, env=ENV, cwd=folder.parent, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_command_of_the_page_trains_to_what_ranks_come_to_alone(address: str, tmp_path: Path) -> None:
+    """Weights, optimizer and samples of two ranks with an engine beside rank 0; by both kinds of transport."""
+    alone, words = play(tmp_path / "alone", "--nproc", "2"), [*printed(), f"{THERE}{address}"]
+    assert "placement.transport=collective" in words
+    for name in ("collective", "shared"):
+        more = [w.replace("collective", name) for w in words]
+        folder = play(tmp_path / name, *more)
+        one, other = tensors(alone), tensors(folder)
+        assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+        assert said(alone) == said(folder) != []
+        assert [s.index for s in reader.steps(folder)] == [s.index for s in reader.steps(alone)]
+        print(f"{name}: the same bits")
