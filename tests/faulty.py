@@ -24,6 +24,7 @@ from posttrain.core import reader
 from posttrain.core.asker import asker
 from posttrain.core.env import Reward
 from posttrain.core.errors import PosttrainError
+from posttrain.core.gauge import Step
 from posttrain.core.ladder import GRPO_PROCESS, PRIME
 from posttrain.core.placement import Processes
 from posttrain.core.ports import Talk
@@ -55,19 +56,7 @@ COMPARED = "posttrain.core.ranks"
 ELSEWHERE = ("worlds", "fickle")
 OVER_RANKS = {"ranks": "rows", "rank_experts": "experts"}
 """What faults need that act in a run over ranks, and how these share the model."""
-IN_REINFORCEMENT = (
-    "",
-    "tool",
-    "bos",
-    "state",
-    "chat",
-    "resume",
-    "judge",
-    "pool",
-    *OVER_RANKS,
-    *ELSEWHERE,
-    *AHEAD,
-)
+IN_REINFORCEMENT = ("", "tool", "bos", "state", "chat", "resume", "judge", "pool", "ranks", *ELSEWHERE, *AHEAD)
 """What faults need that are planted into a reinforcement stage, or before its first step."""
 
 
@@ -440,9 +429,20 @@ def reached(out: Path, error: BaseException) -> int:
         f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)
     }
     steps = reader.steps(out) if (out / "run.json").exists() else []
+    if steps and _between_stages(out, steps[-1]):
+        return 0
     # the broken step is the last of them
     stopped = bool(steps) and any(note.startswith("stopped: ") for note in steps[-1].notes)
     return len([s for s in steps if s.stage == steps[-1].stage]) + (bool(inside) and not stopped)
+
+
+def _between_stages(out: Path, last: Step) -> bool:
+    """Whether a stage has ended and the next one has not begun: it broke before the first step of that."""
+    stages = reader.run_file(out).run.stages
+    ended = next(s for s in stages if s.name == last.stage)
+    return (
+        ended is not stages[-1] and last.index == ended.steps and not any(n.startswith("stopped") for n in last.notes)
+    )
 
 
 def named(out: Path) -> Caught | None:

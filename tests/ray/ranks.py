@@ -4,6 +4,7 @@ test-ray`)."""
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -29,7 +30,11 @@ PAGE = ROOT / "docs" / "ranks.md"
 THERE = "placement.address="
 BEGINS = 90.0
 """Seconds in which a cluster answers."""
-ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+HERE = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+}
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +45,7 @@ def address() -> Iterator[str]:
     command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={port}"]
     command += ["--node-ip-address=127.0.0.1", "--num-cpus=4", "--include-dashboard=false", f"--temp-dir={folder}"]
     log = (folder / "said").open("wb")
-    with subprocess.Popen(command, env=ENV, stdout=log, stderr=log, start_new_session=True) as cluster:
+    with subprocess.Popen(command, env=HERE | TOKEN, stdout=log, stderr=log, start_new_session=True) as cluster:
         try:
             _await(there, cluster)
             yield there
@@ -74,9 +79,13 @@ def printed() -> list[str]:
     return [w for w in words[3:] if not w.startswith(THERE)]
 
 
-def play(folder: Path, *more: str) -> Path:
+def ended(folder: Path, *more: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "posttrain", "run", *WORDS, "--out", str(folder), *more]
-    done = subprocess.run(command, env=ENV, cwd=folder.parent, text=True, capture_output=True, timeout=300)
+    return subprocess.run(command, env=env, cwd=folder.parent, text=True, capture_output=True, timeout=300)
+
+
+def play(folder: Path, *more: str) -> Path:
+    done = ended(folder, *more, env=HERE | TOKEN)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -93,3 +102,9 @@ def test_the_command_of_the_page_trains_to_what_ranks_come_to_alone(address: str
         assert said(alone) == said(folder) != []
         assert [s.index for s in reader.steps(folder)] == [s.index for s in reader.steps(alone)]
         print(f"{name}: the same bits")
+
+
+def test_a_cluster_with_a_token_says_what_is_missing(address: str, tmp_path: Path) -> None:
+    """Without the token in the environment, although the cluster is there."""
+    done = ended(tmp_path / "run", "placement=ray", f"{THERE}{address}", env=HERE | {"RAY_AUTH_MODE": "disabled"})
+    assert done.returncode == 2 and "set RAY_AUTH_MODE=token" in done.stderr, done.stdout + done.stderr

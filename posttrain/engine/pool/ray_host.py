@@ -73,7 +73,7 @@ class RayCluster:
                     **({} if address is not None else {"num_cpus": max(engines * cpus, 1)}),
                 )
             except ConnectionError as error:
-                raise no_cluster(str(address), error) from error
+                raise no_entry(str(address), error) from error
         self.group: Any = None
         if cpus:
             from ray.util.placement_group import placement_group
@@ -111,6 +111,17 @@ def no_cluster(address: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"placement.address={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or"
         " leave the address out"
+    )
+
+
+def no_entry(address: str, error: Exception) -> ConfigError:
+    """For an address that answers, where Ray does not get in. A cluster with a token looks like that: to an address
+    that is named Ray brings a token only where the environment says so."""
+    return ConfigError(
+        f"placement.address={address}: something answers there, and Ray cannot connect to it ({error}). Where the"
+        " cluster was started with a token (`ray start` says so), set RAY_AUTH_MODE=token and have the token in"
+        " RAY_AUTH_TOKEN or ~/.ray/auth_token (`ray get-auth-token` tells it). Otherwise it is no Ray cluster, or one"
+        " of another version"
     )
 
 
