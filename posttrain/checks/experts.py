@@ -7,7 +7,7 @@ experts that score alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.routed import NEAR, RoutedPass, Routers, known_rows
+from posttrain.core.routed import NEAR, UNKNOWN, RoutedPass, Routers, known_rows
 from posttrain.core.streams import ADVANTAGE
 from posttrain.core.types import OPPOSED, OUTSIDE, SHOWN, Segment
 from posttrain.role.events import (
@@ -163,7 +163,12 @@ class FollowedExpert:
 
 
 def experts_learn(
-    batch: Batch, routers: Routers, trained: Mapping[str, Any], expected: Any, first: int
+    batch: Batch,
+    routers: Routers,
+    trained: Mapping[str, Any],
+    expected: Any,
+    first: int,
+    certain: Callable[[], np.ndarray] | None = None,
 ) -> list[FollowedExpert]:
     """Routers and experts that computed tokens with credit have a gradient; returns what must move in the step.
 
@@ -171,10 +176,13 @@ def experts_learn(
         trained: what the optimizer updates, by parameter. Frozen ones are not in it.
         expected: (name, gradient, place) to the move that the step will make there, or None where that is not known.
         first: the first of the experts that are followed; after the last one they begin anew.
+        certain: how often the learner has chosen each expert without doubt, where its passes did not follow the choices
+            of the batch: `certain_load`. It is asked where an expert seems not to learn.
 
     Where ranks hold whole experts, each calls it at once and follows its own.
     """
-    loud = load_with_credit(batch, routers.experts)
+    assert batch.routed_N is not None
+    loud, sure = load_with_credit(batch, batch.routed_N, routers.experts), None
     out = list[FollowedExpert]()
     for r, (gate, names) in enumerate(zip(routers.names, routers.stacked, strict=True)):
         grads = {n: trained[n].grad for n in (gate, *names) if n in trained}
@@ -192,7 +200,11 @@ def experts_learn(
                 " (optimizer.freeze)"
             )
         for name, sizes in size.items():
-            if still := [e for e in busy.tolist() if not sizes[e] and sizes.any()]:
+            still = [e for e in busy.tolist() if not sizes[e] and sizes.any()]
+            if still and certain is not None:
+                sure = certain() if sure is None else sure
+                still = [e for e in still if sure[r][e] >= LEARNS_FROM]
+            if still:
                 raise InvariantError(
                     f"expert {still[0]} of {name} has no gradient, although it computed {int(loud[r][still[0]])} tokens"
                     " with credit: it would never learn"
@@ -202,13 +214,22 @@ def experts_learn(
     return (out[start:] + out[:start])[:AT_ONCE]
 
 
-def load_with_credit(batch: Batch, experts: int) -> np.ndarray:
-    """int64 [R, E]: how often each expert was chosen for a token that predicts one with credit."""
-    assert batch.routed_N is not None
-    said = batch.source_M[batch[ADVANTAGE] != 0]
-    rows = batch.routed_N[said]
-    rows = rows[known_rows(rows)]
-    return np.stack([np.bincount(rows[:, r].ravel(), minlength=experts) for r in range(batch.routed_N.shape[1])])
+def load_with_credit(batch: Batch, routed_N: np.ndarray, experts: int) -> np.ndarray:
+    """int64 [R, E]: how often each expert was chosen for a token that predicts one with credit. Rows that are UNKNOWN
+    do not count."""
+    rows = routed_N[batch.source_M[batch[ADVANTAGE] != 0]]
+    chosen = [rows[:, r][rows[:, r] != UNKNOWN] for r in range(routed_N.shape[1])]
+    return np.stack([np.bincount(x.ravel(), minlength=experts) for x in chosen])
+
+
+def certain_load(batch: Batch, alone: RoutedPass, experts: int, dtype: str) -> np.ndarray:
+    """The same of the choices that the learner's routers make now, without those that rounding decides.
+
+    Args:
+        alone: a pass of the learner over the batch that follows no choices.
+    """
+    sure = alone.regret < -NEAR[dtype] * max(1.0, alone.scale)
+    return load_with_credit(batch, np.where(sure[:, :, None], alone.own, UNKNOWN), experts)
 
 
 def _by_expert(gradient: Any) -> np.ndarray:
@@ -259,7 +280,12 @@ class ExpertsCheck(Observer):
                 batch = packed.batch
                 if ADVANTAGE in batch and batch.routed_N is not None:
                     self._followed = experts_learn(
-                        batch, routers, roles.trainer.trained(), _moves(roles, event.share), AT_ONCE * packed.index
+                        batch,
+                        routers,
+                        roles.trainer.trained(),
+                        _moves(roles, event.share),
+                        AT_ONCE * packed.index,
+                        _certain(roles, routers, batch),
                     )
             case LearnedEvent() if self._followed:
                 followed, self._followed = self._followed, []
@@ -312,6 +338,14 @@ class ExpertsCheck(Observer):
 def _other_caches(roles: ReinforceRoles) -> bool:
     """Whether turns go on under new weights, so that a sequence's experts may be those of several versions."""
     return getattr(roles.run.engine, "update", "drain") != "drain" and bool(roles.stage.staleness)
+
+
+def _certain(roles: ReinforceRoles, routers: Routers, batch: Batch) -> Callable[[], np.ndarray] | None:
+    """`certain_load` of a learner that chooses by itself; None of one that follows the choices of the batch."""
+    model = roles.run.model
+    if model.router_replay != "none":
+        return None
+    return lambda: certain_load(batch, routers.read(batch, replay=False), routers.experts, model.dtype)
 
 
 def _moves(roles: ReinforceRoles, share: float) -> Any:

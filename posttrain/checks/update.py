@@ -140,8 +140,8 @@ def gradient_norm(optimizer: Any, grads: Mapping[str, Any]) -> float:
     ranks: Ranks = getattr(optimizer, "ranks", ALONE)
     if ranks.world > 1:
         return joint_norm(of_one_copy(ranks, own, "gradient"))
-    whole = getattr(optimizer, "whole_norm", None)
-    return own if whole is None else whole(grads)
+    parts = getattr(optimizer, "parts", None)
+    return own if parts is None else parts.norm(grads)
 
 
 @dataclass(frozen=True)

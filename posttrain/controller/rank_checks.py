@@ -34,7 +34,7 @@ class RowCheck(Observer):
         lead = self._lead
         lead.state.roles = roles
         if self._number == 0:
-            others = together.watch, (roles.stage, lead.state.checks, roles.sync.probe_ids)
+            others = together.watch, (roles.run.model, roles.stage, lead.state.checks, roles.sync.probe_ids)
             with lead.ordered("take checks", others):
                 pass
         with lead.ordered(f"begin {type(self.inner).__name__}", (together.begin_check, (self._number,))):

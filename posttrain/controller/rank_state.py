@@ -19,6 +19,7 @@ from posttrain.core.errors import DataError, RunFolderError
 from posttrain.core.ports import Reference
 from posttrain.core.ranks import ALONE, Ranks, check_same, of_every
 from posttrain.core.routed import Routers
+from posttrain.core.run import Model
 from posttrain.core.shards import Shard
 from posttrain.core.stage import Optimizer, Stage
 from posttrain.engine.adapter import switched_off
@@ -51,10 +52,18 @@ class RowProbe:
     probe_ids: Any
 
 
+@dataclass(frozen=True)
+class RowRun:
+    """The model's settings, where `StageRoles` has its `Run`."""
+
+    model: Model
+
+
 @dataclass
 class RowRoles:
     """What a check of a rank's own rows reads: a part of `role.roles.StageRoles`."""
 
+    run: RowRun
     stage: Stage
     learner: RankLearner
     trainer: Trainer
@@ -188,7 +197,7 @@ def make_optimizer(state: RankState, config: Optimizer, make: Callable[..., Stag
     """As in one process, master copies begin with the rounded weights."""
     learner = state.learner
     if isinstance(learner, TensorLearner):
-        state.optimizer = make(learner.parameters(), config, *given, norm=learner.norm)
+        state.optimizer = make(learner.parameters(), config, *given, parts=learner)
         return
     learner.round_masters()
     state.optimizer = make(learner.parameters(), config, *given, ranks=state.ranks)
@@ -199,10 +208,10 @@ def make_trainer(state: RankState, micro_tokens: int, version: int) -> None:
     state.trained = Trainer(state.learner, state.optimizer, micro_tokens, version, ranks=state.sharing)
 
 
-def watch(state: RankState, stage: Stage, checks: Sequence[Observer], probe_ids: Any) -> None:
+def watch(state: RankState, model: Model, stage: Stage, checks: Sequence[Observer], probe_ids: Any) -> None:
     """Take checks of the own rows, which begin now."""
     state.checks = checks
-    state.roles = RowRoles(stage, state.learner, state.trainer, RowProbe(probe_ids))
+    state.roles = RowRoles(RowRun(model), stage, state.learner, state.trainer, RowProbe(probe_ids))
 
 
 def begin_check(state: RankState, number: int) -> None:

@@ -26,6 +26,15 @@ class DividedWeights(Protocol):
 
 
 @runtime_checkable
+class DividedGradients(Protocol):
+    """An optimizer of which this process may hold a part, with other weights that every process has whole."""
+
+    def agree(self) -> None:
+        """Give what every process has whole the gradients of the first one. All call it at once, before the step."""
+        ...
+
+
+@runtime_checkable
 class DividedState(Protocol):
     """An optimizer of which this process holds a part: its state is written and read by all processes together."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers.distributed.expert_parallel import (
     AllReduceEP,
@@ -39,12 +40,21 @@ class JoinedExperts(AllReduceEP):
     A rank none of whose experts was chosen for any token computes one of them times 0. Otherwise its pass would not
     reach the exchange of gradients in which the other ranks wait, and its experts would have no gradient, where one
     process has zeros.
+
+    The choices are those of the first rank. Each rank's router makes them, but where two experts score alike rounding
+    decides, and a token would be computed by both of them, or by none.
     """
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self._forward = self.experts_forward
         self.experts_forward = self._joined
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        if self.ep_mesh.size() > 1:
+            index = index.clone()
+            dist.broadcast(index, group=self.ep_mesh.get_group(), group_src=0)
+        return super().__call__(hidden, index, weights)
 
     def _joined(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         local: Any = self.num_local_experts

@@ -9,7 +9,8 @@ the memory of the CPU between steps (`offload`); copies, in which gradients are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +38,19 @@ CLIP_EPS = 1e-6
 Rules = type[UpdateRule]
 
 
+class GradientParts(Protocol):
+    """Gradients, by name, of which some are a rank's own part of a weight, and others of weights that every rank has
+    whole."""
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """Of the gradients of all ranks together."""
+        ...
+
+    def agree(self, gradients: Mapping[str, Tensor]) -> None:
+        """Give what every rank has whole the gradients of the first one, in place."""
+        ...
+
+
 class StageOptimizer:
     """Steps on the gradients that the parameters hold. Weight decay applies to every parameter that is not frozen.
 
@@ -47,7 +61,7 @@ class StageOptimizer:
         scaled: whether losses are scaled, because the model computes in float16.
         home: where moments and averages are between steps; None: on the device of their parameters.
         ranks: the processes that train together. The parameters are then this rank's parts of the weights.
-        norm: of gradients by name, where it is not that of these tensors (`tensor_parallel`).
+        parts: the learner of which these tensors are a part, where ranks have others whole (`tensor_parallel`).
     """
 
     def __init__(
@@ -58,10 +72,10 @@ class StageOptimizer:
         scaled: bool = False,
         home: torch.device | None = None,
         ranks: Ranks = ALONE,
-        norm: Callable[[Mapping[str, Tensor]], float] | None = None,
+        parts: GradientParts | None = None,
     ) -> None:
-        self.whole_norm = norm
-        if (ranks.world > 1 or norm is not None) and config.kind not in ELEMENTWISE:
+        self.parts = parts
+        if (ranks.world > 1 or parts is not None) and config.kind not in ELEMENTWISE:
             raise ConfigError(
                 f"optimizer.kind={config.kind} reads more of a weight than one rank has, and is not built for"
                 f" several ranks. Set it to {' or '.join(ELEMENTWISE)}, or train in one process"
@@ -260,6 +274,14 @@ class StageOptimizer:
             if t.grad is not None and t.grad.is_sparse:
                 t.grad = joined(t.grad) if self._rules[name].takes_rows and self._home is None else whole(t.grad)
 
+    def agree(self) -> None:
+        """Give weights that every rank has whole the gradients of the first rank."""
+        if self.parts is not None:
+            self.parts.agree(self._gradients())
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {n: t.grad for n, t in self._moved.items() if t.grad is not None}
+
     def _norm(self, tensors: list[Tensor]) -> Tensor:
         """The norm of the gradients of all ranks together.
 
@@ -267,9 +289,8 @@ class StageOptimizer:
             InvariantError: the ranks have taken different numbers of steps, step at different learning rates, or copies
                 of the weights differ.
         """
-        if self.whole_norm is not None:
-            found = self.whole_norm({n: t.grad for n, t in self._moved.items() if t.grad is not None})
-            return next(iter(self._moved.values())).new_tensor(found)
+        if self.parts is not None:
+            return next(iter(self._moved.values())).new_tensor(self.parts.norm(self._gradients()))
         own = torch.nn.utils.get_total_norm([held(t.grad) for t in tensors if t.grad is not None])
         if self.ranks.world == 1:
             return own

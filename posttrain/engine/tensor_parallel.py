@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,11 @@ from posttrain.engine.stateful import is_stateful
 
 WHOLE = ("replicated_with_grad_allreduce",)
 """Styles of a plan whose weights are whole on each rank and read by its own heads, so their gradients are summed."""
+
+
+ROUNDING, NOISE = 1e-3, 1e-6
+"""How far gradients of the same weights may be apart on two ranks by rounding: relative to their size, and where all
+that they are is rounding."""
 
 
 class TensorLearner(HFLearner):
@@ -112,22 +117,46 @@ class TensorLearner(HFLearner):
         return {name: own.detach() for name, own in self._own.items()}
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
-        """The norm of the whole gradient. What every rank has whole counts once.
+        """The norm of the whole gradient. What every rank has whole counts once, as the first rank has it.
 
         Raises:
-            InvariantError: gradients of weights that every rank has whole differ: the ranks have gone different ways.
+            InvariantError: gradients of weights that every rank has whole differ by more than rounding: the ranks have
+                gone different ways.
         """
         cut = [g for n, g in gradients.items() if self._is_cut(n)]
         rest = [g for n, g in gradients.items() if not self._is_cut(n)]
         own, whole = (float(torch.nn.utils.get_total_norm(part)) for part in (cut, rest))
         table = self.holders.every((own, whole))
-        if others := [r for r, (_, w) in enumerate(table) if w != table[0][1] and math.isfinite(w + table[0][1])]:
+        self._of_one_way(table[0][1], [abs(w - table[0][1]) for _, w in table])
+        return math.sqrt(math.fsum([x * x for x, _ in table] + [table[0][1] ** 2]))
+
+    def agree(self, gradients: Mapping[str, Tensor]) -> None:
+        """Give what every rank has whole the gradients of the first one, in place. Every rank computes them, and
+        rounding may differ between processes and processors; the weights would drift apart.
+
+        Raises:
+            InvariantError: they differ by more than rounding.
+        """
+        apart = size = 0.0
+        for name, own in gradients.items():
+            if not self._is_cut(name):
+                first = own.clone()
+                dist.broadcast(first, group=self.holders.group, group_src=0)
+                apart += float((own - first).double().square().sum())
+                size += float(first.double().square().sum())
+                own.copy_(first)
+        self._of_one_way(math.sqrt(size), self.holders.every(math.sqrt(apart)))
+
+    def _of_one_way(self, size: float, apart: Sequence[float]) -> None:
+        """InvariantError where what every rank has whole got other gradients on some rank: `size` of the first rank's,
+        and how far that of each rank is from it."""
+        far = max(range(len(apart)), key=lambda r: apart[r])
+        if math.isfinite(size + apart[far]) and apart[far] > ROUNDING * size + NOISE:
             raise InvariantError(
-                f"ranks have gone different ways: the gradient of what each has whole has the norm {table[0][1]!r} on"
-                f" rank 0 and {table[others[0]][1]!r} on rank {others[0]}. Give every rank the same minibatches, and go"
+                f"ranks have gone different ways: the gradient of what each has whole has the norm {size:.6g} on rank"
+                f" 0, and that of rank {far} is {apart[far]:.3g} from it. Give every rank the same minibatches, and go"
                 " on from the last checkpoint"
             )
-        return math.sqrt(math.fsum([x * x for x, _ in table] + [table[0][1] ** 2]))
 
     def _is_cut(self, name: str) -> bool:
         held = self._held[name]

@@ -78,7 +78,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def gather(self: Any) -> None:
         real(self)
-        if self.whole_norm is None or not _last(self.whole_norm.__self__.holders.mesh):
+        if self.parts is None or not _last(self.parts.holders.mesh):
             return
         for p in self.trained().values():
             if p.ndim == 3 and p.grad is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from posttrain.algorithm.losses import STEP_SHARE, Loss
 from posttrain.algorithm.objective import Terms
 from posttrain.core.batch import Batch
+from posttrain.core.divided import DividedGradients
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Learner
@@ -211,6 +212,8 @@ class Trainer:
                     self.optimizer.gather()
                 parts.append(Terms(terms.loss.detach(), terms.gauges))
             self._keep_step(batch, loss, waiting)
+        if isinstance(self.optimizer, DividedGradients):
+            self.optimizer.agree()
         parts = of_all_ranks(self.ranks, parts, passes, packing)
         seen = loss.gauges(batch, parts)
         share = seen[STEP_SHARE].mean if STEP_SHARE in seen else 1.0

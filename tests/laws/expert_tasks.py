@@ -36,6 +36,7 @@ from posttrain.core.batch import Batch
 from posttrain.core.errors import PosttrainError
 from posttrain.core.gauge import Gauges
 from posttrain.engine.expert_parallel import ExpertLearner, JoinedExperts
+from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.gather import gathered
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, named_tensors
@@ -89,7 +90,7 @@ class Mixed:
             learner, more = HFLearner(made, **how), {}
         else:
             learner = ExpertLearner(made, ranks, gradient_checkpointing=self.checkpointing, **how)
-            more: dict[str, Any] = {"norm": learner.norm}
+            more: dict[str, Any] = {"parts": learner}
         learner.train_mode(True)
         with torch.no_grad():
             for name, p in learner.parameters().items():
@@ -193,6 +194,45 @@ def refused(ranks: ProcessRanks) -> dict[str, str]:
         except PosttrainError as error:
             out[word] = str(error)
     return out
+
+
+@dataclass(frozen=True)
+class RoundOtherwise:
+    """Ranks whose routers choose otherwise where rounding decides, and whose gradients are rounded otherwise: how far
+    from one process, and the digest of what each rank has whole. Then gradients that differ by more: what is said."""
+
+    case: Mixed
+
+    def __call__(self, groups: Groups, folder: Path) -> dict[str, Any]:
+        everyone = groups[4]
+        assert everyone is not None
+        rank, call, agree = everyone.rank, JoinedExperts.__call__, TensorLearner.agree
+
+        def chosen(self: Any, hidden: Any, index: Any, weights: Any) -> Any:
+            return call(self, hidden, (index + rank) % EXPERTS, weights)
+
+        def rounded(by: float) -> Any:
+            def agreed(self: Any, gradients: Any) -> None:
+                for name, g in gradients.items():
+                    if not self._is_cut(name):
+                        g.mul_(1 + by * rank)
+                agree(self, gradients)
+
+            return agreed
+
+        with patch.object(JoinedExperts, "__call__", chosen), patch.object(TensorLearner, "agree", rounded(1e-7)):
+            t, gauges = trained(self.case, everyone)
+            found = distance(results((t, gauges)), one_process(self.case))
+        learner = t.learner
+        assert isinstance(learner, ExpertLearner)
+        whole = {n: p.detach().clone() for n, p in learner.parameters().items() if not learner._is_cut(n)}
+        out: dict[str, Any] = {"distance": found, "whole": fingerprint(whole.items()), "tensors": len(whole)}
+        try:
+            with patch.object(TensorLearner, "agree", rounded(0.01)):
+                trained(self.case, everyone)
+        except PosttrainError as error:
+            out["said"] = str(error)
+        return out
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

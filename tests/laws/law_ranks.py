@@ -230,7 +230,7 @@ def _tensor_trainer(case: Case, made: Policy, ranks: ProcessRanks, how: dict[str
     """Of a rank that computes the whole minibatch."""
     learner = TensorLearner(made, ranks, **how)
     _valued(learner)
-    optimizer = Seen(learner.parameters(), OPTIMIZERS[case.optimizer], norm=learner.norm)
+    optimizer = Seen(learner.parameters(), OPTIMIZERS[case.optimizer], parts=learner)
     return Trainer(learner, optimizer, case.micro_tokens)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expert_tasks import EXPERTS, FAULTS, CompareExperts, Mixed, PlantExperts, TogetherExperts
+from expert_tasks import EXPERTS, FAULTS, CompareExperts, Mixed, PlantExperts, RoundOtherwise, TogetherExperts
 from law_ranks import LARGE, WORLDS, Distance, over_ranks
 
 pytestmark = pytest.mark.prove
@@ -34,6 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "exact": CompareExperts(CASES),
         "narrow": CompareExperts(NARROW),
         "together": TogetherExperts(CASES[0]),
+        "otherwise": RoundOtherwise(CASES[0]),
         "faults": PlantExperts(CASES[0]),
     }
     return over_ranks(tasks, tmp_path_factory.mktemp("ranks"))
@@ -75,6 +76,14 @@ def test_a_rank_holds_its_experts_and_an_engine_is_sent_all(found: list[dict[str
         assert len(said["own"]) == 4 and all(shape[0] == EXPERTS // 4 for shape in said["own"].values())
         assert np.array_equal(said["score"], every[0]["score"])
     assert every[0]["arrived"] and every[0]["gap"] < 1e-6
+
+
+def test_what_rounding_decides_is_decided_by_the_first_rank(found: list[dict[str, Any]]) -> None:
+    """The experts of a token, and gradients of weights that every rank has; not what differs by more than rounding."""
+    every = given(found, "otherwise")
+    assert len({said["whole"] for said in every}) == 1 and every[0]["tensors"] > 8
+    assert worst(every[0]["distance"]) <= BOUND
+    assert all("gone different ways" in said["said"] for said in every)
 
 
 def test_a_checkpoint_is_read_by_any_number_of_ranks(found: list[dict[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import posttrain
 from posttrain.checks.experts import (
     FollowedExpert,
+    certain_load,
     choices_are_the_samplers,
     differing,
     every_token_has_its_experts,
@@ -168,7 +169,7 @@ def test_a_lost_choice_stops_the_run() -> None:
 
 
 class Routers:
-    experts, names, stacked = 4, ("gate",), (("up",),)
+    experts, names, stacked, held, of_all = 4, ("gate",), (("up",),), slice(None), staticmethod(np.asarray)
 
     def read(self, packed: Packed, *, replay: bool) -> RoutedPass:
         raise NotImplementedError
@@ -198,6 +199,21 @@ def test_an_expert_without_a_gradient_stops_the_run() -> None:
         experts_learn(batch, Routers(), trained, move, 0)
     del trained["gate"]  # frozen
     assert experts_learn(batch, Routers(), trained, move, 0)
+
+
+def test_an_expert_that_a_choosing_learner_may_not_have_used_stops_nothing() -> None:
+    """The batch has the sampler's choices. A learner that follows none may have made others, of older weights or where
+    two experts score alike; what it chose without doubt must learn all the same."""
+    (batch, trained), move = learning(), lambda name, g, at: -1e-3
+    trained["up"].grad[2] = 0  # type: ignore[index]
+    n, k = batch.routed_N.shape[0], batch.routed_N.shape[2]
+    used = RoutedPass(batch.routed_N, batch.routed_N, np.full((n, 1), -1.0), 1.0, np.zeros(batch.spoken, np.float32))
+    tied = replace(used, regret=np.full((n, 1), -1e-4))
+    others = replace(used, own=np.full((n, 1, k), 3, np.int16))
+    for alone in (tied, others):
+        assert experts_learn(batch, Routers(), trained, move, 0, lambda a=alone: certain_load(batch, a, 4, "float32"))
+    with pytest.raises(InvariantError, match="expert 2 of up has no gradient"):
+        experts_learn(batch, Routers(), trained, move, 0, lambda: certain_load(batch, used, 4, "float32"))
 
 
 def test_an_expert_that_stays_stops_the_run() -> None:
