@@ -4,6 +4,9 @@ what is refused by name."""
 
 from __future__ import annotations
 
+import os
+import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,11 @@ from typing import Any
 import pytest
 
 import posttrain
+from benchmarks.healthy_experts import undecided
 from posttrain.api import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
-from posttrain.core.run import Run
+from posttrain.core.run import Optimizer, Run
 from posttrain.core.stage import Stage
 from posttrain.faults import FAULTS
 from tests.faulty import catch, smallest
@@ -67,6 +71,7 @@ def test_ranks_train_to_what_one_process_comes_to(kind: str, tmp_path: Path) -> 
 
 WAYS = {
     "experts to experts": (EXPERTS, EXPERTS),
+    "two to four": (EXPERTS, EXPERTS | {"nproc": 4}),
     "experts to one": (EXPERTS, ALONE),
     "one to experts": (ALONE, EXPERTS),
 }
@@ -110,6 +115,37 @@ def test_what_cannot_be_shared_so_is_refused_by_name(why: str, tmp_path: Path) -
     with pytest.raises(ConfigError, match=why):
         main.run(run, out=tmp_path / "run", quiet=True, **how)
     assert not (tmp_path / "run").exists()
+
+
+def any_run(rng: random.Random) -> Run:
+    """A run of a mixture, as people may set it."""
+    experts = rng.choice([4, 8])
+    model = {
+        "arch": rng.choice(["qwen3_moe", "mixtral"]),
+        "experts": experts,
+        "experts_per_token": rng.choice([1, 2, 2, 3]),
+        "router_replay": rng.choice(["none", "sampler", "start"]),
+        "gradient_checkpointing": rng.choice(["none", "none", "full"]),
+    }
+    rl = {
+        "steps": rng.randint(3, 6),
+        "staleness": rng.choice([0, 0, 1, 2]),
+        "minibatches": rng.choice([1, 2]),
+        "micro_tokens": rng.choice([64, 4096]),
+        "router_aux_loss_coef": rng.choice([0.0, 0.0, 0.01]),
+        "optimizer": Optimizer(lr=rng.choice([1e-3, 3e-3, 1e-2]), warmup=1),
+    }
+    return replace(run_of(model, **rl), deterministic=False, seed=rng.randrange(1000))
+
+
+@pytest.mark.parametrize("number", drawn(map(str, range(8)), 1))
+def test_a_healthy_run_is_not_disturbed(number: str, tmp_path: Path) -> None:
+    """Also where experts score alike, but for rounding."""
+    rng = random.Random(f"{os.environ.get('POSTTRAIN_SEED', '0')} {number}")
+    run, world = any_run(rng), rng.choice([2, 2, 4])
+    with undecided() if rng.random() < 0.4 else nullcontext():
+        main.run(run, out=tmp_path / "run", quiet=True, nproc=world, parallel="experts")
+    assert not [n for s in reader.steps(tmp_path / "run") for n in s.notes if n.startswith(("rule ", "stopped"))]
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
