@@ -3,7 +3,11 @@ engines in processes of their own; gone on with by another number of ranks; unde
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from tests.killing import cut_run
 from tests.over_ranks import BOUND, WORDS, apart, drawn, free_port, run_of, said, same_bits, tensors, torchrun
 
 pytestmark = pytest.mark.prove
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +126,49 @@ def test_a_run_of_one_process_goes_on_over_ranks(whole: Path, tmp_path: Path, mo
     assert apart(whole, tmp_path / "cut") <= BOUND and said(whole) == said(tmp_path / "cut")
 
 
-def test_two_nodes_of_torchrun(tmp_path: Path) -> None:
+SRUN = """#!/bin/bash
+for node in $(seq "$SLURM_NNODES"); do "$@" & nodes+=($!); done
+for node in "${nodes[@]}"; do wait "$node" || code=$?; done
+exit ${code:-0}
+"""
+SCONTROL = """#!/bin/bash
+[ "$*" = "show hostnames $SLURM_JOB_NODELIST" ] && printf '127.0.0.1\n127.0.0.1\n'
+"""
+"""What stands for the commands of SLURM: two nodes, which are this machine, and the same command on each."""
+
+
+def by_address(folder: Path) -> list[subprocess.Popen[str]]:
+    meet = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return [torchrun(folder, *meet, "--node-rank", str(n)) for n in range(2)]
+
+
+def by_slurm(folder: Path) -> list[subprocess.Popen[str]]:
+    """The script of docs/ranks.md with one rank on each node, another port and folder, and a smaller run."""
+    (script,) = re.findall(r"```slurm\n(.*?)```", (ROOT / "docs" / "ranks.md").read_text(), flags=re.S)
+    for old, new in {
+        "--nproc-per-node 2": "--nproc-per-node 1",
+        ":29500": f":{free_port()}",
+        "run arithmetic": f"run {' '.join(WORDS)}",
+        "/shared/runs/mine": str(folder),
+    }.items():
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    (bin := folder.parent / "bin").mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "job": script}.items():
+        (bin / name).write_text(text)
+        (bin / name).chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
+    path = os.pathsep.join([str(bin), str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = os.environ | slurm | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    to: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [subprocess.Popen([bin / "job"], env=env, cwd=folder.parent, **to)]
+
+
+@pytest.mark.parametrize("how", drawn(["address", "slurm"], 1))
+def test_two_nodes_of_torchrun(how: str, tmp_path: Path) -> None:
     """Two nodes on loopback, one rank on each: the bits of `--nproc 2`."""
     main.run("arithmetic", *WORDS[1:], out=tmp_path / "nproc", quiet=True, nproc=2)
-    meet = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    nodes = [torchrun(tmp_path / "nodes", *meet, "--node-rank", str(n)) for n in range(2)]
-    told = [node.communicate(timeout=240)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], told
+    begun = (by_slurm if how == "slurm" else by_address)(tmp_path / "nodes")
+    told = [one.communicate(timeout=240)[0] for one in begun]
+    assert not any(one.returncode for one in begun), told
     same_bits(tmp_path / "nproc", tmp_path / "nodes")

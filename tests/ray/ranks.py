@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -39,25 +39,33 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Of a cluster on this machine, in processes of its own."""
+    """Of a cluster of two nodes with one CPU each, which are processes on this machine."""
     folder, there = Path(tempfile.mkdtemp(prefix="ray-")), f"127.0.0.1:{free_port()}"
-    port = there.rpartition(":")[2]
-    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={port}"]
-    command += ["--node-ip-address=127.0.0.1", "--num-cpus=4", "--include-dashboard=false", f"--temp-dir={folder}"]
-    log = (folder / "said").open("wb")
-    with subprocess.Popen(command, env=HERE | TOKEN, stdout=log, stderr=log, start_new_session=True) as cluster:
-        try:
-            _await(there, cluster)
-            yield there
-        finally:
-            with suppress(ProcessLookupError):
-                cluster.send_signal(signal.SIGTERM)
-            try:
-                cluster.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(cluster.pid, signal.SIGKILL)
-    log.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as closing:
+        closing.callback(shutil.rmtree, folder, ignore_errors=True)
+        port = there.rpartition(":")[2]
+        head = _node(closing, folder, "--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}")
+        _await(there, head)
+        _node(closing, folder, f"--address={there}")
+        yield there
+
+
+def _node(closing: ExitStack, folder: Path, *how: str) -> subprocess.Popen[bytes]:
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=1"]
+    command += ["--node-ip-address=127.0.0.1", *how]
+    with (folder / "said").open("ab") as log:
+        node = subprocess.Popen(command, env=HERE | TOKEN, stdout=log, stderr=log, start_new_session=True)
+    closing.callback(_end, node)
+    return node
+
+
+def _end(node: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        node.send_signal(signal.SIGTERM)
+    try:
+        node.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(node.pid, signal.SIGKILL)
 
 
 def _await(there: str, cluster: subprocess.Popen[bytes]) -> None:
@@ -92,7 +100,8 @@ def play(folder: Path, *more: str) -> Path:
 
 def test_the_command_of_the_page_trains_to_what_ranks_come_to_alone(address: str, tmp_path: Path) -> None:
     """Weights, optimizer and samples of two ranks with an engine beside rank 0; by both kinds of transport."""
-    alone, words = play(tmp_path / "alone", "--nproc", "2"), [*printed(), f"{THERE}{address}"]
+    alone = play(tmp_path / "alone", "--nproc", "2")
+    words = [*printed(), f"{THERE}{address}", "placement.cores=1"]  # so that each engine is on a node of its own
     assert "placement.transport=collective" in words
     for name in ("collective", "shared"):
         more = [w.replace("collective", name) for w in words]
