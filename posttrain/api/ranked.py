@@ -212,7 +212,8 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
     """The parts of a run, with those that train on all ranks."""
-    half, own = run.model.dtype == "float16", (*ROWS, *((ExpertsCheck,) if lead.parallel == "experts" else ()))
+    half = run.model.dtype == "float16"
+    own = (*ROWS, *([ScaleCheck] if half else []), *([ExpertsCheck] if lead.parallel == "experts" else []))
     given: tuple[Any, ...] = (run.model.kernels, half, None)
     return replace(
         parts,
@@ -221,5 +222,5 @@ def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
         make_trainer=lambda learner, optimizer, micro_tokens, version: lead_trainer(
             lead, optimizer, micro_tokens, version
         ),
-        observe=rank_observers(lead, checks_of, (*own, ScaleCheck) if half else own),
+        observe=rank_observers(lead, checks_of, own),
     )

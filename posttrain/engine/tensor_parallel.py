@@ -142,10 +142,10 @@ class TensorLearner(HFLearner):
             if not self._is_cut(name):
                 first = own.clone()
                 dist.broadcast(first, group=self.holders.group, group_src=0)
-                apart += float((own - first).double().square().sum())
-                size += float(first.double().square().sum())
+                size = math.hypot(size, float(torch.linalg.vector_norm(first)))
+                apart = math.hypot(apart, float(torch.linalg.vector_norm(own.sub_(first))))
                 own.copy_(first)
-        self._of_one_way(math.sqrt(size), self.holders.every(math.sqrt(apart)))
+        self._of_one_way(size, self.holders.every(apart))
 
     def _of_one_way(self, size: float, apart: Sequence[float]) -> None:
         """InvariantError where what every rank has whole got other gradients on some rank: `size` of the first rank's,
