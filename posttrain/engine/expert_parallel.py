@@ -114,7 +114,8 @@ def whole_experts(policy: Policy, world: int) -> dict[str, str]:
     if not plan or any(style not in STYLES for style in plan.values()):
         said = ", ".join(sorted(set(plan.values()))) or "none"
         raise ConfigError(
-            f"{name} has no plan of whole experts in transformers (its plan: {said}). Train it in one process"
+            f"{name} has no plan of whole experts in transformers (its plan: {said}). Leave out"
+            " --parallel experts, or train it in one process"
         )
     decoder: Any = policy.module.get_decoder()
     found = {

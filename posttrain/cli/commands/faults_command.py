@@ -34,7 +34,8 @@ def faults(o: Namespace) -> int:
     rows = (("what", f.what), ("harm", f.harm), ("from", f.source), ("replaces", f.seam))
     command = ("eval", "RUN") if f.needs == "search" else ("run", "arithmetic")
     ranks = {"ranks": ("--nproc", "2"), "rank_experts": ("--nproc", "2", "--parallel", "experts")}.get(f.needs, ())
-    see = command_line(*command, *f.shows, f"fault={f.name}", *ranks, "--allow-fault")
+    model = ("model.arch=qwen3_moe",) if f.needs in ("experts", "rank_experts") else ()
+    see = command_line(*command, *model, *f.shows, f"fault={f.name}", *ranks, "--allow-fault")
     if f.needs == "meta":  # its rows are made outside any run
         see = f"python benchmarks/judges.py --out results --fault {f.name}"
     for name, text in (*rows, ("to see it", see)):
