@@ -11,60 +11,22 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from transformers.distributed.expert_parallel import (
-    AllReduceEP,
-    EPImplementationInterface,
-    apply_expert_parallelism,
-)
+import transformers
 
 from posttrain.core.errors import ConfigError
 from posttrain.engine.learner_routers import LearnerRouters
 from posttrain.engine.models import Policy
 from posttrain.engine.tensor_parallel import TensorLearner, refuse_whole_batches
 
-HOW = "posttrain_joined"
-"""The name of `JoinedExperts` among the implementations of transformers."""
+PART = "transformers.distributed.expert_parallel"
+"""Where transformers has it; older ones have it not."""
 STYLES = ("grouped_gemm", "ep_dispatch_experts")
 """What a plan may say: of the experts' weights, and of the module that holds them."""
-
-
-class JoinedExperts(AllReduceEP):
-    """A rank's experts over the batch that all ranks share; what they add is summed over ranks.
-
-    A rank none of whose experts was chosen for any token computes one of them times 0. Otherwise its pass would not
-    reach the exchange of gradients in which the other ranks wait, and its experts would have no gradient, where one
-    process has zeros.
-
-    The choices are those of the first rank. Each rank's router makes them, but where two experts score alike rounding
-    decides, and a token would be computed by both of them, or by none.
-    """
-
-    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
-        super().__init__(experts, ep_mesh, tp_mesh)
-        self._forward = self.experts_forward
-        self.experts_forward = self._joined
-
-    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        if self.ep_mesh.size() > 1:
-            index = index.clone()
-            dist.broadcast(index, group=self.ep_mesh.get_group(), group_src=0)
-        return super().__call__(hidden, index, weights)
-
-    def _joined(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        local: Any = self.num_local_experts
-        if bool((index < local).any()):
-            return self._forward(hidden, index, weights)
-        first, nothing = index.new_zeros((1, 1)), weights.sum().view(1, 1)  # the weights of other ranks' experts are 0
-        return self._forward(hidden[:1], first, nothing).repeat(len(hidden), 1)
-
-
-EPImplementationInterface.register(HOW, JoinedExperts)
 
 
 class ExpertLearner(TensorLearner):
@@ -101,15 +63,21 @@ class ExpertLearner(TensorLearner):
     def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
         names = [*(n for n, _ in decoder.named_parameters()), *(n for n, _ in decoder.named_modules())]
         whole = {n: style for n in names for pattern, style in plan.items() if fnmatch.fnmatch(n, pattern)}
-        mesh = self.holders.mesh
+        from posttrain.engine.joined_experts import divide  # not in every transformers that is used here
+
         with torch.no_grad():
-            apply_expert_parallelism(decoder, mesh, mesh, whole, ep_implementation=HOW)
+            divide(decoder, self.holders.mesh, whole)
 
 
 def whole_experts(policy: Policy, world: int) -> dict[str, str]:
     """The plan of the decoder's experts. ConfigError for what it cannot do here."""
     config, name = policy.module.config.get_text_config(decoder=True), type(policy.module).__name__
     refuse_whole_batches(policy, "expert parallelism")
+    if find_spec(PART) is None:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no expert parallelism ({PART}). Install a newer one, or train"
+            " in one process"
+        )
     plan: dict[str, str] = dict(getattr(config, "base_model_ep_plan", None) or {})
     if not plan or any(style not in STYLES for style in plan.values()):
         said = ", ".join(sorted(set(plan.values()))) or "none"

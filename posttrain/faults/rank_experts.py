@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.faults.registry import fault
 
 Real = Callable[..., Any]
-EXPERTS = "posttrain.engine.expert_parallel:JoinedExperts"
+EXPERTS = "posttrain.engine.joined_experts:JoinedExperts"
 SOURCE = "issue 15: expert parallelism"
 
 

@@ -35,9 +35,10 @@ from posttrain.core.adapter import Lora
 from posttrain.core.batch import Batch
 from posttrain.core.errors import PosttrainError
 from posttrain.core.gauge import Gauges
-from posttrain.engine.expert_parallel import ExpertLearner, JoinedExperts
+from posttrain.engine.expert_parallel import ExpertLearner
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.gather import gathered
+from posttrain.engine.joined_experts import JoinedExperts
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.process_ranks import ProcessRanks
