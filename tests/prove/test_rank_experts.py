@@ -151,8 +151,8 @@ def test_a_healthy_run_is_not_disturbed(number: str, tmp_path: Path) -> None:
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 SAYS = {
-    "experts_of_another_rank": "",
-    "rank_experts_left_out": "",
+    "experts_of_another_rank": "scores a canary otherwise",
+    "rank_experts_left_out": "scores a canary otherwise",
     "gradients_into_experts_not_summed": "gone different ways",
     "rank_experts_never_learn": "it would never learn",
 }

@@ -22,6 +22,7 @@ import torch
 pytest.importorskip("ray")
 
 from posttrain.core import reader
+from posttrain.core.errors import ConfigError
 from posttrain.engine.pool.ray_host import must_answer
 from tests.over_ranks import WORDS, free_port, said, tensors
 
@@ -74,7 +75,7 @@ def _await(there: str, cluster: subprocess.Popen[bytes]) -> None:
         assert cluster.poll() is None, "the cluster has ended"
         try:
             return must_answer(there, 1.0)
-        except Exception:
+        except ConfigError:
             assert time.monotonic() < last, "the cluster does not answer"
             time.sleep(0.5)
 
