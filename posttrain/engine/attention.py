@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,8 +25,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
-from posttrain.engine import plain
+from posttrain.engine import native, plain, segments
 from posttrain.engine.kernels import Kernel, add_forms, kernel
+from posttrain.engine.segments import Runs
 
 NAME = "posttrain"
 WASTE = 0.12
@@ -235,27 +236,18 @@ class PackedLayout:
         self.routing: Any = None
         """What the routers of a mixture of experts are given, and what they choose (`routing.Routing`)."""
         self._kernels: KernelChoice = kernels
-        starts_S = np.cumsum(lengths_S) - lengths_S
-        to: list[np.ndarray] = []
-        back = np.empty(self.tokens, np.int64)
-        self.shapes: list[tuple[int, int]] = []
+        self._lengths_S, self._groups = lengths_S, buckets(lengths_S, waste)
+        self.shapes = [(len(group), int(lengths_S[group[0]])) for group in self._groups]
         """(B, L) of each bucket."""
-        row = 0
-        for group in buckets(lengths_S, waste):
-            longest = int(lengths_S[group[0]])
-            column_BL = np.minimum(np.arange(longest), lengths_S[group][:, None] - 1)
-            position_BL = starts_S[group][:, None] + column_BL
-            real_BL = np.arange(longest) < lengths_S[group][:, None]
-            back[position_BL[real_BL]] = row + np.flatnonzero(real_BL)
-            to.append(position_BL.ravel())
-            self.shapes.append((len(group), longest))
-            row += position_BL.size
-        self.computed = row
-        """Positions a layer's attention computes, padding included."""
-        self._to = torch.from_numpy(np.concatenate(to))
-        self._back = torch.from_numpy(back)
-        self._moved = not np.array_equal(back, np.arange(row))
-        self._masks: dict[tuple[int, int], Tensor] = {}
+        self.computed = sum(count * longest for count, longest in self.shapes)
+        """Positions a layer's attention computes by buckets, padding included."""
+        self._placed: dict[torch.device, tuple[Tensor, Tensor] | None] = {}
+        self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
+
+    @cached_property
+    def runs(self) -> Runs:
+        """Each segment is a run below nothing."""
+        return Runs(np.cumsum(self._lengths_S) - self._lengths_S, self._lengths_S)
 
     def attend(
         self,
@@ -274,32 +266,88 @@ class PackedLayout:
                 f"a layout of {self.tokens} packed positions met queries of shape {tuple(query.shape)}, not [1, H,"
                 " N, D]"
             )
-        if self._to.device != query.device:
-            self._to, self._back, self._masks = self._to.to(query.device), self._back.to(query.device), {}
-        q, k, v = (self._spread(x[0].transpose(0, 1)) for x in (query, key, value))
+        form = kernel("packed_attention", query.device, query.dtype, self._kernels)
+        return form.function(self, query, key, value, scaling, sliding_window, softcap)
+
+    def by_buckets(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Segments of similar length by one call of dense attention each."""
+        places = self._places(query.device)
+        q, k, v = (self._spread(x[0].transpose(0, 1), places) for x in (query, key, value))
         attention = kernel("attention", query.device, query.dtype, self._kernels).function
         out: list[Tensor] = []
         parts = (x.split([count * longest for count, longest in self.shapes]) for x in (q, k, v))
         for (count, longest), *rows_qkv in zip(self.shapes, *parts, strict=True):
             q_BHLD, k_BKLD, v_BKLD = (x.unflatten(0, (count, longest)).transpose(1, 2) for x in rows_qkv)
             mask = None
-            if sliding_window is not None and sliding_window < longest:
-                mask = self._mask(longest, sliding_window)
+            if window is not None and window < longest:
+                mask = self._mask(query.device, longest, window)
             attended = attention(q_BHLD, k_BKLD, v_BKLD, mask, scaling, softcap)
             out.append(attended.transpose(1, 2).flatten(0, 1))
         rows = out[0] if len(out) == 1 else torch.cat(out)
-        return (CollectRows.apply(rows, self._back) if self._moved else rows).unsqueeze(0)
+        return (rows if places is None else CollectRows.apply(rows, places[1])).unsqueeze(0)
 
-    def _spread(self, rows: Tensor) -> Tensor:
-        return SpreadRows.apply(rows, self._to, self._back) if self._moved else rows
+    def _spread(self, rows: Tensor, places: tuple[Tensor, Tensor] | None) -> Tensor:
+        return rows if places is None else SpreadRows.apply(rows, *places)  # pyright: ignore[reportReturnType]
 
-    def _mask(self, longest: int, window: int) -> Tensor:
+    def _places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """The source of each padded row of the buckets, and where each position is among these; None where the rows are
+        the positions as they lie."""
+        if device in self._placed:
+            return self._placed[device]
+        starts_S = np.cumsum(self._lengths_S) - self._lengths_S
+        to, back, row = list[np.ndarray](), np.empty(self.tokens, np.int64), 0
+        for group, (_, longest) in zip(self._groups, self.shapes, strict=True):
+            length_B = self._lengths_S[group][:, None]
+            position_BL = starts_S[group][:, None] + np.minimum(np.arange(longest), length_B - 1)
+            real_BL = np.arange(longest) < length_B
+            back[position_BL[real_BL]] = row + np.flatnonzero(real_BL)
+            to.append(position_BL.ravel())
+            row += position_BL.size
+        moved = not np.array_equal(back, np.arange(row))
+        made = (torch.from_numpy(np.concatenate(to)).to(device), torch.from_numpy(back).to(device)) if moved else None
+        self._placed[device] = made
+        return made
+
+    def _mask(self, device: torch.device, longest: int, window: int) -> Tensor:
         """bool [L, L]: key j is seen by query i where 0 <= i - j < window."""
-        if (longest, window) not in self._masks:
-            at = torch.arange(longest, device=self._to.device)
+        if (device, longest, window) not in self._masks:
+            at = torch.arange(longest, device=device)
             distance = at[:, None] - at
-            self._masks[longest, window] = (distance >= 0) & (distance < window)
-        return self._masks[longest, window]
+            self._masks[device, longest, window] = (distance >= 0) & (distance < window)
+        return self._masks[device, longest, window]
+
+
+class ByRuns(Protocol):
+    """A layout whose positions are runs, and which also serves dense attention."""
+
+    @property
+    def runs(self) -> Runs: ...
+
+    def by_buckets(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor: ...
+
+
+def by_runs(
+    layout: ByRuns,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """By compiled code, which has no soft-cap: scores with one are computed by buckets."""
+    if softcap is not None:
+        return layout.by_buckets(query, key, value, scaling, window, softcap)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return segments.attend(q, k, v, layout.runs, scaling, window).unsqueeze(0)
+
+
+def by_buckets(layout: ByRuns, *given: Any) -> Tensor:
+    return layout.by_buckets(*given)
 
 
 def dense_attention(
@@ -324,4 +372,15 @@ add_forms(
         bounds={torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 3e-2, torch.float16: 4e-3},
     ),
     Kernel(operation="attention", form="reference", function=plain.attention),
+)
+add_forms(
+    Kernel(
+        operation="packed_attention",
+        form="compiled",
+        function=by_runs,
+        devices=("cpu",),
+        bounds={torch.float32: 1e-5},
+        missing=native.missing,
+    ),
+    Kernel(operation="packed_attention", form="reference", function=by_buckets),
 )

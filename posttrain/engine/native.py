@@ -64,6 +64,16 @@ class Pass(ctypes.Structure):
     ]
 
 
+class Segments(ctypes.Structure):
+    """Addresses of the arrays of runs, and the sizes, of `segments.h`."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("start", "length", "begin", "deep", "above", "first")),
+        *((name, INT) for name in ("R", "C", "N", "H", "K", "Dk", "Dv", "window")),
+        ("scale", FLOAT),
+    ]
+
+
 SIGNATURES = {
     "begin": [POINTER] * 3,
     "before": [POINTER] * 3,
@@ -83,8 +93,12 @@ SIGNATURES = {
     "heads_rows_back": [POINTER] * 8 + [INT] * 3,
     "gate_rows": [POINTER] * 3 + [INT],
     "gate_rows_back": [POINTER] * 5 + [INT],
+    "segments_forward": [POINTER] * 6,
+    "segments_backward": [POINTER] * 10,
     "digest_rows": [POINTER] * 4 + [INT] * 2,
 }
+FAILS = ("attend", "pick", "segments_forward", "segments_backward")
+"""Functions that return how much of their work failed."""
 
 
 Attend = Callable[[Tensor, Tensor, float, int | None], None]
@@ -98,12 +112,13 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, INT if name in ("attend", "pick") else None
+            function.argtypes, function.restype = arguments, INT if name in FAILS else None
         self._attend, self._pick = library.attend, library.pick
         self.begin, self.before, self.after, self.end = library.begin, library.before, library.after, library.end
         self.rms_rows, self.rms_rows_back = library.rms_rows, library.rms_rows_back
         self.heads_rows, self.heads_rows_back = library.heads_rows, library.heads_rows_back
         self.gate_rows, self.gate_rows_back = library.gate_rows, library.gate_rows_back
+        self.segments_forward, self.segments_backward = library.segments_forward, library.segments_backward
         self.digest_rows = library.digest_rows
 
     def attend(

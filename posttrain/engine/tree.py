@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
 from posttrain.engine.attention import WASTE, buckets
 from posttrain.engine.kernels import kernel
+from posttrain.engine.segments import Runs
 
 SLACK = 8
 """Runs whose shared beginnings differ by fewer tokens share the shortest of these, so that one call computes them."""
@@ -257,11 +259,18 @@ class TreeLayout:
         self.routing: Any = None
         """As in `PackedLayout`."""
         self._kernels: KernelChoice = kernels
-        self._buckets = [_Bucket.of(runs) for runs in _alike_runs(tree.runs, waste)]
-        self.computed = sum(b.count * b.longest for b in self._buckets)
-        """Positions a layer's attention computes, padding included."""
+        self._runs, self._waste = tree.runs, waste
         self._device = torch.device("cpu")
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+
+    @cached_property
+    def runs(self) -> Runs:
+        start, length = (np.array(x, np.int64) for x in zip(*((r.start, r.length) for r in self._runs), strict=True))
+        return Runs(start, length, [r.above for r in self._runs])
+
+    @cached_property
+    def _buckets(self) -> list[_Bucket]:
+        return [_Bucket.of(runs) for runs in _alike_runs(self._runs, self._waste)]
 
     def attend(
         self,
@@ -279,6 +288,13 @@ class TreeLayout:
             raise EngineError(
                 f"a tree of {self.positions} positions met queries of shape {tuple(query.shape)}, not [1, H, U, D]"
             )
+        form = kernel("packed_attention", query.device, query.dtype, self._kernels)
+        return form.function(self, query, key, value, scaling, sliding_window, softcap)
+
+    def by_buckets(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Runs of similar length below equally many positions by one call of dense attention each."""
         if self._device != query.device:
             self._device, self._masks = query.device, {}
             for bucket in self._buckets:
@@ -291,7 +307,7 @@ class TreeLayout:
         out = list[Tensor]()
         for b, *rows_qkv in zip(self._buckets, q, k, v, strict=True):
             q_BHLD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in rows_qkv)
-            mask = self._mask(b.longest, b.deep, sliding_window)
+            mask = self._mask(b.longest, b.deep, window)
             out.append(attention(q_BHLD, k_BKTD, v_BKTD, mask, scaling, softcap).transpose(1, 2))
         return _Joined.apply(self._buckets, *out).unsqueeze(0)
 

@@ -12,6 +12,7 @@
 #include "products.h"
 #include "sampling.h"
 #include "training.h"
+#include "segments.h"
 #include "digest.h"
 
 /* Sizes of a decoder: hidden width, features between gate and up, query heads, key-value heads, head width. */
