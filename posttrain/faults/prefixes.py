@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +17,21 @@ SHOWS = ("env.args.min_terms=6", "env.args.max_terms=6")
 
 @fault(
     "tree_leaks_a_sibling",
-    seam="posttrain.engine.tree:_Bucket.of",
+    seam="posttrain.engine.sharing:TreeLayout",
     what="the tree of shared beginnings lets an answer attend to the first token of another answer",
     harm="log-probs and gradients of an answer depend on its siblings, which the sampler never saw",
     source="pain 10",
     shows=SHOWS,
 )
 def _(real: Real) -> Real:
-    def of(cls: Any, runs: Sequence[Any]) -> Any:
-        return real(cls, [_beside(run, other) for run, other in zip(runs, [runs[-1], *runs[:-1]], strict=True)])
+    def layout(tree: Any, **how: Any) -> Any:
+        siblings = dict[bytes, list[Any]]()
+        for run in tree.runs:
+            siblings.setdefault(run.above.tobytes(), []).append(run)
+        last = {run.start: same[i - 1] for same in siblings.values() for i, run in enumerate(same)}
+        return real(replace(tree, runs=tuple(_beside(run, last[run.start]) for run in tree.runs)), **how)
 
-    return of
+    return layout
 
 
 def _beside(run: Any, other: Any) -> Any:

@@ -28,6 +28,7 @@ from posttrain.engine.kernels import FORMS, TABLE, Kernel, kernel
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.logprob import logprobs
 from posttrain.engine.readout import read_out
+from posttrain.engine.tree import SharedTree, TreeLayout
 from tests.rooms.engine_parts import packed, policy
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
@@ -61,6 +62,40 @@ def attends(device: torch.device, dtype: torch.dtype) -> list[Made]:
         return made
 
     return [case(4, None, None), case(2, 9, None), case(1, None, 4.0), case(2, 9, 4.0)]
+
+
+def attends_packed(device: torch.device, dtype: torch.dtype) -> list[Made]:
+    """Segments alone, and a tree of runs with more than one block of queries; of a segment too long for one sum."""
+    parts = [
+        np.r_[np.arange(at), np.full(n, 100 + i)] for i, (at, n) in enumerate(((20, 3), (20, 70), (31, 9), (0, 1)))
+    ]
+    lengths = np.array([len(x) for x in parts])
+    tree = SharedTree.of(np.concatenate(parts).astype(np.int32), lengths)
+    assert tree.saving > 0
+
+    def case(layout: Any, kv_heads: int, widths: tuple[int, int], window: int | None, softcap: float | None) -> Made:
+        def made(form: Callable[..., Any]) -> list[Tensor]:
+            count = layout.runs.positions
+            shapes = ((4, widths[0]), (kv_heads, widths[0]), (kv_heads, widths[1]))
+            inputs = [
+                _random(i, device, dtype, 1, count, h, d).transpose(1, 2).requires_grad_()
+                for i, (h, d) in enumerate(shapes)
+            ]
+            query, key, value = inputs
+            return _with_gradients([form(layout, query, key, value, 0.25, window, softcap)], inputs)
+
+        return made
+
+    long, alone = PackedLayout([300, 2]), PackedLayout(lengths)
+    return [
+        case(alone, 4, (16, 16), None, None),
+        case(alone, 2, (20, 12), 9, None),
+        case(TreeLayout(tree), 1, (16, 32), None, None),
+        case(TreeLayout(tree), 2, (64, 64), 33, None),
+        case(TreeLayout(tree), 2, (16, 16), None, 4.0),
+        case(long, 4, (48, 48), None, None),
+        case(long, 1, (8, 8), 40, None),
+    ]
 
 
 def attends_pages(device: torch.device, dtype: torch.dtype) -> list[Made]:
@@ -171,6 +206,7 @@ def optimizes(device: torch.device, dtype: torch.dtype) -> list[Made]:
 
 CASES: Mapping[str, Callable[[torch.device, torch.dtype], list[Made]]] = {
     "attention": attends,
+    "packed_attention": attends_packed,
     "paged_attention": attends_pages,
     "decoder": decodes,
     "layers": layers,
@@ -243,12 +279,14 @@ def test_a_form_from_outside_is_one_more_row(monkeypatch: pytest.MonkeyPatch) ->
         calls[0] += 1
         return _one_query_at_a_time(*given)
 
-    row = Kernel(operation="attention", form="compiled", function=mine, devices=("cpu",), bounds={torch.float32: 1e-5})
+    bounds = {torch.float32: 1e-5}
+    row = Kernel(operation="attention", form="compiled", function=mine, devices=("cpu",), bounds=bounds)
     for made in attends(CPU, torch.float32):
         within(row, made, 1e-5)
     p, batch = policy(), packed(3)
     before, calls[0] = HFLearner(p).score(batch), 0
     monkeypatch.setitem(TABLE, "attention", (row, *TABLE["attention"]))
+    monkeypatch.setitem(TABLE, "packed_attention", TABLE["packed_attention"][-1:])  # none that needs no dense attention
     np.testing.assert_allclose(HFLearner(p).score(batch), before, atol=1e-4)
     assert calls[0] > 0
     calls[0] = 0

@@ -3,7 +3,7 @@ segments one by one, for every tree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from posttrain.algorithm.preference import PreferenceLoss
 from posttrain.algorithm.preference_whole import prepared
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.bins import LEAST
+from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import InvariantError
 from posttrain.core.preference_ladder import DPO
 from posttrain.core.sampling import Sampling
@@ -27,6 +28,7 @@ from posttrain.engine.attention import PackedLayout
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.readout import read_out
+from posttrain.engine.segments import Runs
 from posttrain.engine.tree import SharedTree, TreeLayout
 from posttrain.faults import planted
 from tests.rooms.engine_parts import ALPHABET, ARCHS, tiny
@@ -211,12 +213,24 @@ def test_gradients_that_overflow_are_no_wrong_tree(monkeypatch: pytest.MonkeyPat
         HFLearner(steep()).score(data)
 
 
-@pytest.mark.parametrize("fault", ["mask", "one token more", "gradient"])
+class _Shallow(Runs):
+    """Runs that do not see the last position above them."""
+
+    def __init__(self, start: np.ndarray, length: np.ndarray, above: Sequence[np.ndarray] = ()) -> None:
+        super().__init__(start, length, [a[:-1] if len(a) > 1 else a for a in above])
+
+
+@pytest.mark.parametrize("fault", ["mask", "one token more", "gradient", "runs"])
 def test_the_first_use_finds_a_wrong_tree(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels: KernelChoice = "torch"
     if fault == "mask":
         monkeypatch.setattr(TreeLayout, "_mask", leak(TreeLayout))
     elif fault == "one token more":
+        kernels = "auto"
         monkeypatch.setattr(tree, "alike", lambda a, b: min(len(a), len(b)) - 1)
+    elif fault == "runs":
+        kernels = "auto"
+        monkeypatch.setattr(tree, "Runs", _Shallow)
     else:
         real = tree._Padded.backward  # pyright: ignore[reportPrivateUsage]
         monkeypatch.setattr(
@@ -225,7 +239,7 @@ def test_the_first_use_finds_a_wrong_tree(fault: str, monkeypatch: pytest.Monkey
             staticmethod(lambda ctx, *grads: (real(ctx, *grads)[0] * 0.5, None, None)),
         )
     with pytest.raises(InvariantError, match="share_prefixes=false"):
-        HFLearner(policy("qwen3")).score(batch(forest(3)))
+        HFLearner(policy("qwen3", kernels=kernels)).score(batch(forest(3)))
 
 
 def test_switched_off_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
