@@ -58,27 +58,44 @@ static inline int64_t row_of(const struct segments *s, int64_t r, int64_t t) {
   return t < deep ? s->above[s->begin[r] + t] : s->start[r] + t - deep;
 }
 
-/* Head h of the run's rows lo to hi - 1 of [N][heads][D], to rows of whole vectors, zeros behind D. */
-static void gather(const struct segments *s, int64_t r, const float *rows, int64_t heads, int64_t h, int64_t D, int64_t T, float *out) {
-  int64_t wide_row = whole(D);
-  for (int64_t t = 0; t < T; t++) {
-    const float *from = rows + (row_of(s, r, t) * heads + h) * D;
-    float *to = out + t * wide_row;
-    for (int64_t d = 0; d < D; d++) to[d] = from[d];
-    for (int64_t d = D; d < wide_row; d++) to[d] = 0.0f;
-  }
+/* D floats, then zeros up to `wide_row`. */
+static inline void copy_row(const float *from, float *to, int64_t D, int64_t wide_row) {
+  int64_t d = 0;
+  for (; d + LANES <= D; d += LANES) store(to + d, load(from + d));
+  for (; d < wide_row; d++) to[d] = d < D ? from[d] : 0.0f;
 }
 
-/* A block of queries as rows [QUERIES][D, padded] and transposed and scaled [D][QUERIES]; zeros where there is no query. */
+/* Head h of the first T rows that the run's queries see, of [N][heads][D], to rows of whole vectors, zeros behind D. */
+static void gather(const struct segments *s, int64_t r, const float *rows, int64_t heads, int64_t h, int64_t D, int64_t T, float *out) {
+  int64_t wide_row = whole(D);
+  for (int64_t t = 0; t < T; t++) copy_row(rows + (row_of(s, r, t) * heads + h) * D, out + t * wide_row, D, wide_row);
+}
+
+/* out[j] = factor times lane j of the sixteen rows from `in` on, `ld` floats apart; rows of `out` are QUERIES floats apart. */
+static inline void transpose_tile(const float *in, int64_t ld, float factor, float *out) {
+  vec a[LANES], b[LANES];
+  for (int j = 0; j < LANES; j++) a[j] = load(in + j * ld) * factor;
+  for (int round = 0; round < 2; round++) {
+#define ZIP(from, to)                                                                                                          \
+  for (int j = 0; j < LANES / 2; j++) {                                                                                        \
+    to[2 * j] = __builtin_shufflevector(from[j], from[j + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);         \
+    to[2 * j + 1] = __builtin_shufflevector(from[j], from[j + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31); \
+  }
+    ZIP(a, b)
+    ZIP(b, a)
+#undef ZIP
+  }
+  for (int j = 0; j < LANES; j++) store(out + j * QUERIES, a[j]);
+}
+
+/* A block of queries as rows [QUERIES][D, padded], and transposed and scaled [D, padded][QUERIES]; zeros where there is no query. */
 static void take_block(const float *rows, int64_t heads, int64_t h, int64_t D, int64_t start, int64_t count, float scale, float *out,
                        float *out_T) {
   int64_t wide_row = whole(D);
-  for (int64_t i = 0; i < QUERIES; i++) {
-    const float *from = rows + ((start + i) * heads + h) * D;
-    for (int64_t d = 0; d < wide_row; d++) out[i * wide_row + d] = i < count && d < D ? from[d] : 0.0f;
-  }
-  for (int64_t d = 0; d < D; d++)
-    for (int64_t i = 0; i < QUERIES; i++) out_T[d * QUERIES + i] = out[i * wide_row + d] * scale;
+  for (int64_t i = 0; i < count; i++) copy_row(rows + ((start + i) * heads + h) * D, out + i * wide_row, D, wide_row);
+  memset(out + count * wide_row, 0, (QUERIES - count) * wide_row * sizeof(float));
+  for (int64_t d = 0; d < wide_row; d += LANES)
+    for (int64_t i = 0; i < QUERIES; i += LANES) transpose_tile(out + i * wide_row + d, wide_row, scale, out_T + d * QUERIES + i);
 }
 
 /* y [rows][ld] = w @ x [terms][ld] for the first `vectors` * WIDTH columns, w [rows][E]; added to y where `add`. */
@@ -256,11 +273,15 @@ static void score_gradients(const struct block *b, const struct scratch *m, cons
   }
 }
 
+/* Adds the gradients of the rows that a run sees to those of all rows. */
 static void add_rows(const struct segments *s, int64_t r, const float *rows, int64_t h, int64_t D, int64_t T, float *out) {
   int64_t wide_row = whole(D);
   for (int64_t t = 0; t < T; t++) {
+    const float *from = rows + t * wide_row;
     float *to = out + (row_of(s, r, t) * s->H + h) * D;
-    for (int64_t d = 0; d < D; d++) to[d] += rows[t * wide_row + d];
+    int64_t d = 0;
+    for (; d + LANES <= D; d += LANES) store(to + d, load(to + d) + load(from + d));
+    for (; d < D; d++) to[d] += from[d];
   }
 }
 
