@@ -97,7 +97,7 @@ class Model:
     staleness, several optimizer steps."""
     gradient_checkpointing: Checkpointing | bool = "none"
     """What the backward pass computes again instead of keeping it in memory. selective: all but matrix products and
-    attention, which costs little. full: whole layers. true and false stand for full and none."""
+    torch's attention, which costs little. full: whole layers. true and false stand for full and none."""
     offload_activations: bool = False
     """Keep activations in the memory of the CPU until the backward pass. Only for accelerators."""
     offload_optimizer: bool = False

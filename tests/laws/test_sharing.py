@@ -168,18 +168,20 @@ def test_a_learner_scores_and_learns_the_same() -> None:
     np.testing.assert_allclose(*(FrozenScorer(x.policy).score(data) for x in learners), rtol=1e-4, atol=1e-5)
 
 
-def test_with_recomputed_layers_the_gradient_is_the_same() -> None:
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_with_recomputed_layers_the_gradient_is_the_same(kernels: KernelChoice) -> None:
     data = batch(forest(3))
     grads = list[list[torch.Tensor]]()
     for again in ("none", "selective", "full"):
-        made = policy("qwen3", kernels="torch")  # layers that are computed again are the plain ones
+        made = policy("qwen3", kernels=kernels)  # layers that are computed again are the plain ones
         learner = HFLearner(made, gradient_checkpointing=again)
         learner.train_mode(True)
         learner.forward(data, entropy=False, value=False).logp.sum().backward()
         grads.append([p.grad for p in learner.parameters().values() if p.grad is not None])
     for one, *others in zip(*grads, strict=True):
         for two in others:
-            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+            exact = 1e-6 if kernels == "torch" else 1e-5 * float(two.abs().max())  # none: fused layers
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=max(exact, 1e-6))
 
 
 def leak(layout: type[TreeLayout]) -> Callable[..., Any]:
