@@ -253,7 +253,7 @@ def _off(step: torch.Tensor, old: torch.Tensor, expected: ExpectedUpdate) -> flo
             return 0.0
         apart = abs(float((step * expected.move).sum() / expected.move.square().sum()) - 1)
         return max(0.0, apart - ALONG_NOISE)
-    off = float(((step - expected.move).abs() - ROUNDING * old.abs()).max())
+    off = max(0.0, float(((step - expected.move).abs() - ROUNDING * old.abs()).max()))
     return off / expected.size if expected.size else float(off > 0)
 
 
