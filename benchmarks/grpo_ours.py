@@ -31,6 +31,7 @@ from posttrain.controller.step import ask, learn
 from posttrain.core.algorithm import patch
 from posttrain.core.book import Book
 from posttrain.core.ladder import GRPO
+from posttrain.core.machine import frozen_objects
 from posttrain.core.ports import Attempt, Sampler, TaskSource
 from posttrain.core.run import Model, Optimizer, Reinforce, Run
 from posttrain.core.sampling import Sampling
@@ -160,14 +161,16 @@ async def serve(wire: Wire, job: Job, folder: Path) -> None:
         table = lengths_PG(job.regime, job.prompts).ravel()
         wire.send(ready=True, **memory_mb())
         index = 0
-        while (command := wire.receive())["do"] == "step":
-            lengths.lengths, lengths.asked = np.minimum(table, command.get("at_most", 10**9)).tolist(), 0
-            begun = time.perf_counter()
-            index += 1
-            step = await learn(roles, await ask(roles, index))
-            seconds = time.perf_counter() - begun
-            extra = {name: gauge.mean for name, gauge in step.gauges.items()}
-            wire.send(seconds=seconds, roles=dict(step.clock), spoken=sum(lengths.lengths), extra=extra, **memory_mb())
+        with frozen_objects():  # as around the steps of a stage
+            while (command := wire.receive())["do"] == "step":
+                lengths.lengths, lengths.asked = np.minimum(table, command.get("at_most", 10**9)).tolist(), 0
+                begun = time.perf_counter()
+                index += 1
+                step = await learn(roles, await ask(roles, index))
+                seconds = time.perf_counter() - begun
+                extra = {name: gauge.mean for name, gauge in step.gauges.items()}
+                spoken = sum(lengths.lengths)
+                wire.send(seconds=seconds, roles=dict(step.clock), spoken=spoken, extra=extra, **memory_mb())
 
 
 def main(job: Job) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from posttrain.checks.history import StageHistory
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.types import Episode
@@ -21,21 +19,21 @@ class LiveRules(Observer):
 
     def __init__(self, history: StageHistory) -> None:
         self._history = history
-        self._special = np.zeros(0, np.int64)
+        self._special: frozenset[int] = frozenset()
 
     async def begin(self, roles: JudgedRoles) -> None:
         tokenizer = getattr(roles.rollout.renderer, "tokenizer", None)
         special = {*getattr(tokenizer, "all_special_ids", ()), *_marked(tokenizer)} - {*(roles.sampling.stop_ids or ())}
-        self._special = np.array(sorted(special), np.int64)
+        self._special = frozenset(map(int, special))
 
     def on_event(self, roles: JudgedRoles, event: Event) -> ObserverReport | None:
-        if not isinstance(event, PlayedEvent) or not len(self._special):
+        if not isinstance(event, PlayedEvent) or not self._special:
             return None
         episodes = [e for g in event.experience.played for e in g.episodes if e.own]
         return ObserverReport({"rollout/special": Gauge.of([self._says_special(e) for e in episodes])})
 
     def _says_special(self, episode: Episode) -> bool:
-        return any(bool(np.isin(s.ids[s.mask], self._special).any()) for s in episode.segments)
+        return any(not self._special.isdisjoint(s.ids[s.mask].tolist()) for s in episode.segments)
 
     def on_line(self, roles: JudgedRoles, step: Step) -> ObserverReport | None:
         self._history.add(step)

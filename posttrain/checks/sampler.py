@@ -127,14 +127,15 @@ def said_by_these_weights(groups: Sequence[Group], promised: Sequence[int]) -> N
     at the beginning of this step and of the K steps before it.
     """
     now, others = promised[-1], sorted({*promised[:-1]} - {promised[-1]})
+    fine = {*promised, SHOWN, OPPOSED}
     for g in groups:
         for e in g.episodes:
             for s in e.segments:
-                other = s.version[s.mask & ~np.isin(s.version, (*promised, SHOWN, OPPOSED))]
-                if len(other):
+                other = [v for v in s.version[s.mask].tolist() if v not in fine]
+                if other:
                     also = f" and samples may also be of {', '.join(map(str, others))}" if others else ""
                     raise InvariantError(
-                        f"task {g.task.id!r} has tokens said by version {int(other[0])}, while the learner holds"
+                        f"task {g.task.id!r} has tokens said by version {other[0]}, while the learner holds"
                         f" version {now}{also}. Either a weight sync did not happen, or tokens are stamped with another"
                         " version than the one that said them; both make every ratio wrong"
                     )

@@ -204,14 +204,13 @@ class Segment:
                 "the first token of a segment has nothing before it, so the policy cannot have said it: see() a prompt"
                 " first"
             )
-        spoken = self.logp[self.mask]
-        if not np.all(np.isfinite(spoken)) or np.any(spoken > 1e-5):
+        spoken, silent = self.logp[self.mask], ~self.mask
+        if not (spoken.min(initial=0.0) > -np.inf and spoken.max(initial=0.0) <= 1e-5):
             raise InvariantError("every spoken token carries a finite log-prob <= 0")
-        if not np.all(np.isnan(self.logp[~self.mask])) or np.any(self.version[~self.mask] != -1):
+        if not np.isnan(self.logp[silent]).all() or (self.version[silent] != -1).any():
             raise InvariantError("unspoken tokens carry logp NaN and version -1")
-        unsampled = self.version[self.mask]
-        unsampled = unsampled[unsampled < 0]
-        if len(unsampled) and not np.isin(unsampled, (SHOWN, OUTSIDE, OPPOSED)).all():
+        versions = self.version[self.mask]
+        if versions.min(initial=0) < 0 and not {*versions[versions < 0].tolist()} <= {SHOWN, OUTSIDE, OPPOSED}:
             raise InvariantError(
                 "spoken tokens carry the version >= 0 of the weights that said them, SHOWN, OUTSIDE or OPPOSED"
             )

@@ -22,7 +22,6 @@ LONG = 1 << 14
 """A text of more characters takes some milliseconds to tokenize."""
 History = Literal["append", "rewrite"]
 """What to do if a template rewrites earlier turns: refuse the conversation, or start a new sequence for each turn."""
-
 PIECE = 1 << 16
 """A long text is encoded in pieces of this many characters until it is known whether it can fit."""
 
@@ -156,17 +155,14 @@ class Renderer:
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of a turn, without the stop token that ended it. Other special tokens are kept."""
-        said = [int(i) for i in ids]
-        if said and said[-1] in self.stop_ids:
-            said.pop()
-        return self.decode(said)
+        said = _plain(ids)
+        return self.decode(said[:-1] if said and said[-1] in self.stop_ids else said)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of all ids, special tokens included."""
-        plain = [int(i) for i in ids]
         if self._backend is not None:
-            return self._backend.decode(plain, skip_special_tokens=False)
-        return self.tokenizer.decode(plain, **_EXACT)
+            return self._backend.decode(_plain(ids), skip_special_tokens=False)
+        return self.tokenizer.decode(_plain(ids), **_EXACT)
 
     def spell(self, word: str) -> tuple[tuple[int, ...], ...]:
         """The token sequences of a word: alone, and after a space if the space becomes part of its first token.
@@ -290,8 +286,7 @@ class RenderedDialogue:
     """
 
     def __init__(self, renderer: Renderer, task: str = "") -> None:
-        self._renderer = renderer
-        self._task = task
+        self._renderer, self._task = renderer, task
         self._history: list[Message] | None = None
         self._chat = False
         self._tools: Tools = ()
@@ -326,11 +321,11 @@ class RenderedDialogue:
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of these ids, without the stop token."""
-        return self._renderer.text([int(i) for i in ids])
+        return self._renderer.text(ids)
 
     def said(self, ids: Sequence[int] | np.ndarray) -> str:
         """Record the policy's turn. Returns its text."""
-        self._said = [int(i) for i in ids]
+        self._said = _plain(ids)
         return self._renderer.text(self._said)
 
     def _observe(self, new: list[Message], said: list[int]) -> np.ndarray:
@@ -394,6 +389,11 @@ def _probe(tokenizer: Tokenizer) -> str:
     raise DataError(
         "this tokenizer can write neither 0, nor a, nor any of its first 64 tokens; it is no tokenizer of text"
     )
+
+
+def _plain(ids: Sequence[int] | np.ndarray) -> list[int]:
+    """Python's own integers: an array is converted at once."""
+    return ids.tolist() if isinstance(ids, np.ndarray) else [int(i) for i in ids]
 
 
 def _named(task: str) -> str:

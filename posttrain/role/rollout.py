@@ -254,4 +254,4 @@ class Rollout:
 
 def _said(segments: Sequence[Segment]) -> tuple[int, ...]:
     """Ids of the spoken tokens, of all segments in order."""
-    return tuple(int(i) for s in segments for i in s.ids[s.mask])
+    return tuple(i for s in segments for i in s.ids[s.mask].tolist())

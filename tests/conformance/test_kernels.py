@@ -102,7 +102,7 @@ def attends_pages(device: torch.device, dtype: torch.dtype) -> list[Made]:
     """Sequences in blocks that lie anywhere, one idle query among them; the keys stored on the way are compared too."""
     lengths = np.array([1, 40, 16, 0, 17, 130])
 
-    def case(kv_heads: int, window: int | None, softcap: float | None) -> Made:
+    def case(kv_heads: int, window: int | None, softcap: float | None, tables: bool = False) -> Made:
         def made(form: Callable[..., Any]) -> list[Tensor]:
             pool = CachePool([LayerShape(kv_heads, 24, 16)], dtype, device)
             pool.grow(20)
@@ -111,7 +111,13 @@ def attends_pages(device: torch.device, dtype: torch.dtype) -> list[Made]:
             free = (np.random.default_rng(0).permutation(20)[:, None] * BLOCK + np.arange(BLOCK)).ravel()
             starts = -(-np.cumsum(lengths) // BLOCK) * BLOCK
             rows = [free[s : s + n] for s, n in zip((0, *starts[:-1]), lengths, strict=True)]
-            layout = CachedLayout(pool, np.array([r[-1] for r in rows if len(r)]), np.concatenate(rows), lengths, None)
+            visible, begin = np.concatenate(rows), None
+            if tables:  # as an engine's slots hold them, in another order
+                visible, begin = np.zeros((6, 144), np.int64), np.arange(6)[::-1] * 144
+                for row, r in zip(visible[::-1], rows, strict=True):
+                    row[: len(r)] = r
+            last = np.array([r[-1] for r in rows if len(r)])
+            layout = CachedLayout(pool, last, visible.ravel(), lengths, None, (), begin)
             q, k, v = (
                 _random(i, device, dtype, h, 6, d) for i, (h, d) in enumerate(((4, 24), (kv_heads, 24), (kv_heads, 16)))
             )
@@ -119,7 +125,13 @@ def attends_pages(device: torch.device, dtype: torch.dtype) -> list[Made]:
 
         return made
 
-    return [case(4, None, None), case(2, 19, None), case(1, None, 4.0)]
+    return [
+        case(4, None, None),
+        case(2, 19, None),
+        case(1, None, 4.0),
+        case(4, None, None, True),
+        case(2, 19, None, True),
+    ]
 
 
 def decodes(device: torch.device, dtype: torch.dtype) -> list[Made]:

@@ -162,6 +162,28 @@ def test_every_contract_is_what_it_is_by_hand(name: str) -> None:
     assert s.rules == bool(np.abs(expected - by_hand(replace(s, **PLAIN))).max() > 1e-3) or name == "min_tokens_over"
 
 
+def test_slots_at_temperature_one_are_drawn_as_all_others_are() -> None:
+    """Where no slot asks for more, no column is read: one slot with a contract of its own changes no other's draw."""
+    rng = np.random.default_rng(2)
+    logits, uniform, at = (
+        torch.from_numpy(rng.normal(size=(3, 50)).astype(np.float32)),
+        rng.random(3),
+        np.array([3, 0, 1]),
+    )
+    slots = Contracts.plain(4)
+    easy = draw(logits.clone(), slots.at(at), uniform)
+    assert slots.easy
+    for s in (*(c for c in CONTRACTS.values() if c != Sampling()), replace(Sampling(), top=2)):
+        slots.put(2, s, PROMPT, SAID)
+        plain = s.temperature == 1 and not (s.rules or s.truncated or s.greedy or s.top)
+        assert slots.easy == plain
+        beside = draw(logits.clone(), slots.at(at), uniform)
+        assert np.array_equal(beside.ids, easy.ids) and np.array_equal(beside.logp, easy.logp)
+        assert beside.kept == easy.kept == [] and beside.top is easy.top is None
+        slots.put(2, Sampling(), PROMPT, SAID) if s.top else slots.clear(2)
+        assert slots.easy
+
+
 def test_rows_with_contracts_of_their_own_do_not_see_each_other() -> None:
     rng = np.random.default_rng(0)
     count = 4 * len(CONTRACTS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,10 @@ import pytest
 import posttrain
 from posttrain.api.summary import memory_lines
 from posttrain.core import machine, reader
+from posttrain.core.ports import Attempt
+from posttrain.core.verdict import Verdict
 from posttrain.diagnose.outcome import read_outcome
+from posttrain.environment.single import SingleTurn
 from posttrain.role.memory import PeakMemory
 from posttrain.role.roles import RoleCosts
 
@@ -72,6 +77,44 @@ def test_every_line_of_the_record_has_the_peaks_of_its_roles(tmp_path: Path) -> 
     assert all(m > 50 * MIB for s in steps for m in s.memory.values())
     (title, *lines) = memory_lines(read_outcome(tmp_path / "run"))
     assert title.startswith("peak MiB by role (resident") and len(lines) >= 2 and "learn" in lines[0]
+
+
+class Ring:
+    """It refers to itself, so that only the collector of cycles frees it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_the_steps_of_a_stage_leave_older_objects_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, frozen = SingleTurn.verdict, list[int]()
+
+    async def verdict(self: SingleTurn, attempt: Attempt) -> Verdict:
+        frozen.append(gc.get_freeze_count())
+        return await plain(self, attempt)
+
+    monkeypatch.setattr(SingleTurn, "verdict", verdict)
+    words = ("sft.steps=1", "rl.steps=1", "rl.prompts=2", "rl.siblings=2", "env.heldout=2", "evaluation.samples=1")
+    posttrain.run("arithmetic", *words, out=tmp_path / "run", quiet=True)
+    assert max(frozen) > 1000 and gc.get_freeze_count() == 0
+
+
+def test_cycles_made_during_steps_are_collected_and_older_objects_are_not_looked_at() -> None:
+    old = weakref.ref(Ring())
+    lasting = Ring()
+    with pytest.raises(RuntimeError), machine.frozen_objects():
+        assert old() is None and gc.get_freeze_count() > 1000, "what was garbage before is gone"
+        new = weakref.ref(Ring())
+        assert new() is not None
+        gc.collect()
+        assert new() is None
+        assert not any(x is lasting for x in gc.get_objects())
+        raise RuntimeError
+    assert gc.get_freeze_count() == 0 and any(x is lasting for x in gc.get_objects())
+    last = weakref.ref(lasting)
+    del lasting
+    gc.collect()
+    assert last() is None
 
 
 FREES = """

@@ -88,6 +88,26 @@ def test_attention_is_torchs(
 
 @needs_kernels
 @torch.inference_mode()
+def test_rows_of_a_table_are_attended_where_they_lie() -> None:
+    """Rows given one query after the other, or anywhere by their starts, have the same bits in every form."""
+    lengths = np.array([1, 40, 0, 130])
+    rows = tables([int(n) for n in lengths], np.random.default_rng(3))
+    table = np.full((4, 144), 3, np.int64)  # what lies behind a sequence is never seen
+    for row, r in zip(table[::-1], rows, strict=True):
+        row[: len(r)] = r
+    last, begin = np.array([r[-1] for r in rows if len(r)]), np.arange(4)[::-1] * 144
+    q, k, v = torch.randn(4, 4, 32), torch.randn(2, 4, 32), torch.randn(2, 4, 32)
+    for pool in pools(2, 32, 32, 20):
+        for window in (None, 19):
+            one = CachedLayout(pool, last, np.concatenate(rows), lengths, None)
+            two = CachedLayout(pool, last, table.ravel(), lengths, None, (), begin)
+            for form in (CachedLayout.by_compiled, CachedLayout.by_sparse_product, CachedLayout.by_definition):
+                seen = [form(x, 0, q, k, v, 0.2, window, None).clone() for x in (one, two)]
+                assert torch.equal(*seen)
+
+
+@needs_kernels
+@torch.inference_mode()
 def test_attention_bits_know_no_neighbour_and_no_thread() -> None:
     rng = np.random.default_rng(1)
     lengths = rng.integers(1, 200, 70).tolist()

@@ -22,6 +22,7 @@ from posttrain.core.abilities import declared
 from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Step, merge
+from posttrain.core.machine import frozen_objects
 from posttrain.core.shell import command_line
 from posttrain.core.stage import START, Stage, come_to, starts
 from posttrain.diagnose.played import unjudged_words
@@ -152,8 +153,7 @@ class Driver(ABC, Generic[S, T, A]):
         if checkpoint is None:
             await self._start()
         self.trainer = self.parts.trainer(self.stage.optimizer, self.stage.micro_tokens)
-        optimizer = self.trainer.optimizer
-        if isinstance(optimizer, StageOptimizer) and (words := optimizer.words()):
+        if isinstance(optimizer := self.trainer.optimizer, StageOptimizer) and (words := optimizer.words()):
             self.parts.say(f"{self.stage.name}: {words}")
         if checkpoint is not None:
             self._load_optimizer(checkpoint, self.trainer)
@@ -170,11 +170,12 @@ class Driver(ABC, Generic[S, T, A]):
             self.state.agreement_before = agreed.accuracy.mean
         last = 0 if self.state.ended else self.stage.steps
         try:
-            for index in range(self.state.step + 1, last + 1):
-                asked = await ask(index)
-                self.parts.sleep()
-                if not await self._goes_on(index, self.remember(asked, await learn(asked))):
-                    break
+            with frozen_objects():
+                for index in range(self.state.step + 1, last + 1):
+                    asked = await ask(index)
+                    self.parts.sleep()
+                    if not await self._goes_on(index, self.remember(asked, await learn(asked))):
+                        break
         finally:
             await self.close()
         self.watch.end()

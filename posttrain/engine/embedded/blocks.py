@@ -109,8 +109,11 @@ class Blocks:
     def release(self, blocks: np.ndarray) -> None:
         """One owner fewer for each. Blocks without an owner are free. A block may be listed more than once."""
         np.subtract.at(self._count, blocks, 1)
-        if np.any(self._count[blocks] < 0):
+        left = self._count[blocks]
+        if left.min(initial=1) > 0:
+            return
+        if left.min() < 0:
             raise InvariantError("a cache block was released more often than it was owned")
-        free = np.unique(blocks[self._count[blocks] == 0])
+        free = np.unique(blocks[left == 0])
         self._free[self.free : self.free + len(free)] = free
         self.free += len(free)

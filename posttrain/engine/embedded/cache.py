@@ -155,8 +155,8 @@ class CachedLayout:
 
     Args:
         rows_N: pool row of every stored position: ragged, dense and chunk positions, without idle ones.
-        visible_T: pool rows that the ragged queries see, one query after the other. lengths_B: how
-            many each sees (0: idle).
+        visible_T: pool rows. Ragged query b sees `lengths_B[b]` of them (0: it is idle), from `starts_B[b]` on, or
+            after those of the query before it.
         dense: layout of the starts of prompts; None where there are none.
         chunks: for each later chunk, the pool rows of its prompt so far, and how many at the end are queries.
     """
@@ -171,14 +171,14 @@ class CachedLayout:
         lengths_B: np.ndarray,
         dense: PackedLayout | None,
         chunks: Sequence[tuple[np.ndarray, int]] = (),
+        starts_B: np.ndarray | None = None,
     ) -> None:
         self.pool, self.dense = pool, dense
         self._chunks = [Chunk(pool, rows, n) for rows, n in chunks]
         self._rows_N = torch.from_numpy(rows_N).to(pool.device)
         self._visible_T, self._lengths_B = visible_T, lengths_B
-        self._bags = [
-            torch.from_numpy(np.ascontiguousarray(x)) for x in (visible_T, np.cumsum(lengths_B) - lengths_B, lengths_B)
-        ]
+        self._starts_B = np.cumsum(lengths_B) - lengths_B if starts_B is None else starts_B
+        self._bags = [torch.from_numpy(np.ascontiguousarray(x)) for x in (visible_T, self._starts_B, lengths_B)]
         self._patterns: dict[tuple[int, int, int | None], _Pattern] = {}
         self._seen = torch.zeros(0)
 
@@ -305,8 +305,7 @@ class CachedLayout:
         if not longest:
             return query.new_zeros(1, count, heads, value.shape[-1])
         at_T, lengths_B = np.arange(longest), self._lengths_B[:, None]
-        starts_B = np.cumsum(self._lengths_B) - self._lengths_B
-        rows_BT = self._visible_T[np.minimum(starts_B[:, None] + at_T, len(self._visible_T) - 1)]
+        rows_BT = self._visible_T[np.minimum(self._starts_B[:, None] + at_T, len(self._visible_T) - 1)]
         seen_BT = torch.from_numpy((at_T < lengths_B) & (at_T >= lengths_B - (window or longest))).to(query.device)
         kv_heads = self.pool.shapes[layer].heads
         places = self.pool.places(torch.from_numpy(rows_BT.ravel()).to(query.device), kv_heads)
@@ -328,12 +327,10 @@ class CachedLayout:
         return self._patterns[at]
 
     def _build(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
-        visible_T, lengths_B = self._visible_T, self._lengths_B
+        lengths_B = self._lengths_B if window is None else np.minimum(self._lengths_B, window)
+        before_B = self._starts_B + self._lengths_B - lengths_B
+        visible_T = self._visible_T[np.repeat(before_B, lengths_B) + ragged_arange(lengths_B)]
         starts_B = np.cumsum(lengths_B) - lengths_B
-        if window is not None and len(lengths_B) and lengths_B.max() > window:
-            cut_B = np.minimum(lengths_B, window)
-            visible_T = visible_T[np.repeat(starts_B + lengths_B - cut_B, cut_B) + ragged_arange(cut_B)]
-            lengths_B, starts_B = cut_B, np.cumsum(cut_B) - cut_B
         total, count = len(visible_T), len(lengths_B)
         if max(total * heads, self.pool.rows * kv_heads) >= 2**31:
             raise EngineError(f"a step attends to {total * heads} entries: use fewer slots or a shorter context")

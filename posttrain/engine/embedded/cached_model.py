@@ -84,7 +84,7 @@ class CachedModel:
         """(hidden states [N, H] of a plan's positions; layout of its dense pieces). The positions' keys
         and values are cached."""
         dense = PackedLayout(plan.dense, waste=PREFILL_WASTE, kernels=self.kernels) if plan.dense else None
-        layout = CachedLayout(self.pool, plan.rows, plan.visible, plan.lengths, dense, plan.chunks)
+        layout = CachedLayout(self.pool, plan.rows, plan.visible, plan.lengths, dense, plan.chunks, plan.starts)
         layout.routing = routing = Routing() if isinstance(self.pool, RoutedPool) else None
         hidden = self.hidden(self._to(plan.ids), self._to(plan.positions), layout)
         if isinstance(self.pool, RoutedPool) and routing is not None:
@@ -98,8 +98,8 @@ class CachedModel:
     def ahead(self, slots: Slots, at: np.ndarray, ids: np.ndarray, position: np.ndarray) -> Tensor:
         """[n, H]: hidden states of one token for each slot of `at`. Its keys and values are cached at
         `position` of the slot's table."""
-        rows = np.repeat(at * slots.table.shape[1], position + 1) + ragged_arange(position + 1)
-        layout = CachedLayout(self.pool, slots.table[at, position], slots.table.ravel()[rows], position + 1, None)
+        rows, starts = slots.table[at, position], at * slots.table.shape[1]
+        layout = CachedLayout(self.pool, rows, slots.table.ravel(), position + 1, None, (), starts)
         return self.hidden(self._to(ids), self._to(position), layout)
 
     def logits(self, hidden: Tensor) -> Tensor:

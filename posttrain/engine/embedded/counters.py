@@ -38,8 +38,8 @@ class EngineCounters:
 
     def _reset(self) -> None:
         self._tokens = self._turns = self._steps = self._spoke = self._longest = 0
-        self._linear = np.zeros(2)
-        self._attention = np.zeros(2)
+        self._linear = self._attention = 0.0, 0.0
+        """What was computed, and what of it was needed."""
         self._prefilled = 0
         self._drafted = self._accepted = 0
         self._kv = np.zeros(2)
@@ -61,18 +61,20 @@ class EngineCounters:
         triangle = sum(n * (n + 1) // 2 for n in plan.dense)
         computed = 0 if dense is None else sum(b * n * (n + 1) // 2 for b, n in dense.shapes)
         chunks = sum(n * len(rows) - n * (n - 1) // 2 for rows, n in plan.chunks)
-        self._linear += (len(plan.ids), len(plan.rows))
-        self._attention += (ragged + computed + chunks, ragged + triangle + chunks)
-        self._prefilled += len(plan.rows) - int(plan.widths.sum())
+        self._linear = self._linear[0] + len(plan.ids), self._linear[1] + len(plan.rows)
+        attended, needed = self._attention
+        self._attention = attended + ragged + computed + chunks, needed + ragged + triangle + chunks
+        self._prefilled += len(plan.rows) - plan.front
 
     def drafts(self, plan: Plan, said: int, needed: np.ndarray) -> None:
         """Count a pass with drafts. `said` of them were said. `needed` are the indices of the generating slots'
         positions that count as needed; those of rejected drafts do not."""
-        computed = int(plan.widths.sum())
+        computed = plan.front
         self._drafted += computed - len(plan.generating)
         self._accepted += said
-        self._linear[1] -= computed - len(needed)
-        self._attention[1] -= plan.lengths[:computed].sum() - plan.lengths[needed].sum()
+        rejected = int(plan.lengths[:computed].sum() - plan.lengths[needed].sum())
+        self._linear = self._linear[0], self._linear[1] - computed + len(needed)
+        self._attention = self._attention[0], self._attention[1] - rejected
 
     def spent(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
@@ -86,14 +88,15 @@ class EngineCounters:
 
     def take(self, scheduler: Scheduler) -> Gauges:
         counts, scheduler.counts = scheduler.counts, SchedulerCounts()
-        again = np.array([(b - a, (b * (b + 1) - a * (a + 1)) // 2) for a, b in counts.again]).reshape(-1, 2).sum(0)
-        linear, attention = self._linear - (0, again[0]), self._attention - (0, again[1])
+        linear = self._linear[0], self._linear[1] - sum(b - a for a, b in counts.again)
+        twice = sum((b * (b + 1) - a * (a + 1)) // 2 for a, b in counts.again)
+        attention = self._attention[0], self._attention[1] - twice
         out = {
             "engine/tokens": Gauge(self._tokens, self._turns),
             "engine/steps": Gauge(self._steps, self._steps),
             "engine/occupancy": Gauge(self._spoke / self._slots, self._steps),
-            "engine/positions_linear": Gauge(*linear.tolist()),
-            "engine/positions_attention": Gauge(*attention.tolist()),
+            "engine/positions_linear": Gauge(*linear),
+            "engine/positions_attention": Gauge(*attention),
             "engine/shared": Gauge(counts.shared, counts.shared + self._prefilled),
             "engine/prefix_hits": Gauge(counts.found, counts.asked),
             "engine/kv": Gauge(*self._kv.tolist()),

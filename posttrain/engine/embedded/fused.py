@@ -85,7 +85,8 @@ class FusedDecoder:
         self._kernels = native.library() if compiled else None
         decoder: Any = read_out.decoder
         config = module.config
-        self._memory = torch.zeros(0)
+        self._memory = none = torch.zeros(0)
+        self._heads_made = none, none, none, none
         self._merged: list[tuple[nn.Module, Tensor]] = []
         self._embed, self._norm = decoder.embed_tokens, decoder.norm
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -143,8 +144,7 @@ class FusedDecoder:
         s, count = self._sizes, len(input_ids)
         wide = native.stride(count)
         h, k, d = s.H, s.K, s.D
-        heads = torch.empty(count, h + 2 * k, d)
-        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in heads.split([h, k, k], 1))
+        heads, query, key, value = self._head_room(count)
         rooms = self._room((s.E, s.E, (h + 2 * k) * d, h * d, 2 * s.F, s.F), wide)
         tables = self._cos.data_ptr(), self._sin.data_ptr(), input_ids.data_ptr(), position_ids.data_ptr()
         here = native.Pass(*rooms, heads.data_ptr(), *tables, count, wide)
@@ -164,6 +164,16 @@ class FusedDecoder:
         out = torch.empty(count, s.E)
         kernels.end(sizes, now, self._norm.weight.data_ptr(), self._norm.variance_epsilon, out.data_ptr())
         return out
+
+    def _head_room(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Memory [N, heads, D] for all heads of a pass, and its queries, keys and values [1, heads, N, D]: that of the
+        pass before, where it had as many positions."""
+        if len(self._heads_made[0]) != count:
+            h, k, d = self._heads, self._kv_heads, self._width
+            heads = torch.empty(count, h + 2 * k, d)
+            query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in heads.split([h, k, k], 1))
+            self._heads_made = heads, query, key, value
+        return self._heads_made
 
     def _room(self, features: tuple[int, ...], wide: int) -> list[int]:
         """Addresses of matrices [features, wide]. Their memory is reused from pass to pass, because new memory costs

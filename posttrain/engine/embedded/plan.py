@@ -51,16 +51,17 @@ class Plan:
 
     generating: np.ndarray
     """Slots whose pending token is computed."""
-    widths: np.ndarray
-    """Positions of each generating slot, at the front of the pass: the pending token and its drafts."""
+    front: int
+    """Positions of the generating slots, at the front of the pass: pending tokens and their drafts."""
     ids: np.ndarray
     positions: np.ndarray
     rows: np.ndarray
     """Pool row of every position that is not idle."""
     visible: np.ndarray
-    """Pool rows that each ragged position sees, one position after the other."""
+    """Pool rows. Ragged position i sees `lengths[i]` of them from `starts[i]` on."""
+    starts: np.ndarray
     lengths: np.ndarray
-    """How many rows each ragged position sees; 0 for idle ones."""
+    """0 for idle positions."""
     dense: list[int]
     """Length of each piece at the start of its prompt."""
     chunks: list[tuple[np.ndarray, int]]
@@ -74,28 +75,35 @@ class Plan:
 def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPieces, least: int) -> Plan:
     """The pass over the pending tokens of the slots `at`, their drafts and these pieces. It has at least `least`
     positions; idle ones fill it up."""
-    widths = np.ones(len(at), np.int64) if drafts is None else drafts.counts + 1
-    each = at if drafts is None else np.repeat(at, widths)
-    position = s.cached[each] + (0 if drafts is None else ragged_arange(widths))
-    said = s.pending[at]
+    each, said = at, s.pending[at]
+    position = s.cached[at]
     if drafts is not None:
+        widths = drafts.counts + 1
+        each = np.repeat(at, widths)
+        position = s.cached[each] + ragged_arange(widths)
         said = np.concatenate([said[:, None], drafts.ids], 1)[np.arange(drafts.ids.shape[1] + 1) < widths[:, None]]
+    rows, visible, starts, lengths = s.table[each, position], s.table.ravel(), each * s.table.shape[1], position + 1
     ordered = pieces.ragged + pieces.dense + pieces.chunks
+    if not ordered and not least:  # most passes
+        return Plan(at, len(each), said, position, rows, visible, starts, lengths, [], [], [], [])
     spans = [(p, p.done, to) for p, to in ordered]
-    short = [np.arange(a + 1, b + 1) for _, a, b in spans[: len(pieces.ragged)]]
-    visible = [s.table.ravel()[np.repeat(each * s.table.shape[1], position + 1) + ragged_arange(position + 1)]]
-    visible += [p.rows[ragged_arange(n)] for (p, _, _), n in zip(spans[: len(pieces.ragged)], short, strict=True)]
     ids = np.concatenate([said, *(p.ids[a:b] for p, a, b in spans)]).astype(np.int64)
-    positions = np.concatenate([position, *(np.arange(a, b) for _, a, b in spans)])
-    idle = max(0, least - len(ids)) if len(ids) else 0
+    idle = np.zeros(max(0, least - len(ids)) if len(ids) else 0, np.int64)
+    if pieces.ragged:  # their rows are in no table
+        short = [(p, np.arange(a + 1, b + 1)) for p, a, b in spans[: len(pieces.ragged)]]
+        own = visible[np.repeat(starts, lengths) + ragged_arange(lengths)]
+        visible = np.concatenate([own, *(p.rows[ragged_arange(n)] for p, n in short)])
+        lengths = np.concatenate([lengths, *(n for _, n in short)])
+        starts = np.cumsum(lengths) - lengths
     return Plan(
         generating=at,
-        widths=widths,
-        ids=np.append(ids, np.zeros(idle, np.int64)),
-        positions=np.append(positions, np.zeros(idle, np.int64)),
-        rows=np.concatenate([s.table[each, position], *(p.rows[a:b] for p, a, b in spans)]),
-        visible=np.concatenate(visible),
-        lengths=np.concatenate([position + 1, *short, np.zeros(idle, np.int64)]),
+        front=len(each),
+        ids=np.append(ids, idle),
+        positions=np.concatenate([position, *(np.arange(a, b) for _, a, b in spans), idle]),
+        rows=np.concatenate([rows, *(p.rows[a:b] for p, a, b in spans)]),
+        visible=visible,
+        starts=np.append(starts, idle),
+        lengths=np.append(lengths, idle),
         dense=[to for _, to in pieces.dense],
         chunks=[(p.rows[:to], to - p.done) for p, to in pieces.chunks],
         pieces=ordered,

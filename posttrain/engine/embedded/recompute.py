@@ -67,8 +67,7 @@ class RecomputedModel(CachedModel):
     def run(self, plan: Plan) -> tuple[Tensor, PackedLayout | None]:
         """(hidden states [N, H] of a plan's positions; None). The positions' ids are cached."""
         self._keep(plan.rows, plan.ids[: len(plan.rows)])
-        ends = np.cumsum(plan.lengths)
-        seen = [plan.visible[a:b] for a, b in zip(ends - plan.lengths, ends, strict=True)]
+        seen = [plan.visible[a : a + n] for a, n in zip(plan.starts, plan.lengths, strict=True)]
         seqs: list[tuple[np.ndarray, int]] = []
         for rows in seen:
             if seqs and len(rows) == len(seqs[-1][0]) + 1 and np.array_equal(rows[:-1], seqs[-1][0]):

@@ -27,6 +27,7 @@ from posttrain.engine.kernels import Kernel, add_forms, kernel
 HEAD = 1024
 """Most probable tokens that are sorted first where the vocabulary is large. Rows that keep more are sorted whole."""
 INF = float("-inf")
+NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass(eq=False)
@@ -53,6 +54,8 @@ class Contracts:
     """int64: the slot of `rules` that each row follows; None: row b is slot b."""
     ahead: np.ndarray | None = None
     """int64 [B, D], filled up with -1: tokens that each row treats as said after those of its slot."""
+    special: set[int] | None = None
+    """Rows whose contract is more than temperature 1; None: they are not counted."""
 
     @staticmethod
     def plain(n: int) -> Contracts:
@@ -66,7 +69,13 @@ class Contracts:
             zeros,
             zeros.copy(),
             np.zeros(n, np.int64),
+            special=set(),
         )
+
+    @property
+    def easy(self) -> bool:
+        """Whether every row draws from the softmax of its logits and nothing else, so that no column need be read."""
+        return self.special is not None and not self.special
 
     @staticmethod
     def of(
@@ -85,6 +94,9 @@ class Contracts:
         already `said` (None: none)."""
         self.beta[row], self.top_k[row], self.top_p[row], self.min_p[row] = 1 / s.temperature, s.top_k, s.top_p, s.min_p
         self.greedy[row], self.truncated[row], self.top[row] = s.greedy, s.truncated, s.top
+        if self.special is not None:
+            plain = s.temperature == 1 and not (s.rules or s.truncated or s.greedy or s.top)
+            (self.special.discard if plain else self.special.add)(row)
         if s.rules and self.rules is None:
             self.rules = SlotRules(len(self.beta))
         if self.rules is not None:
@@ -95,6 +107,8 @@ class Contracts:
         """Row `row` has no contract any more."""
         self.greedy[row] = self.truncated[row] = False
         self.top[row] = 0
+        if self.special is not None:
+            self.special.discard(row)
         if self.rules is not None:
             self.rules.clear(row)
 
@@ -106,6 +120,8 @@ class Contracts:
     def at(self, rows: np.ndarray, ahead: np.ndarray | None = None) -> Contracts:
         """The contracts of some rows, which may repeat. `ahead` [B, D], filled up with -1: tokens that each
         treats as already said."""
+        if self.easy:
+            return EASY
         slots = rows if self.slots is None else self.slots[rows]
         ruled = self.rules is not None and bool(self.rules.active[slots].any())
         return Contracts(
@@ -120,6 +136,10 @@ class Contracts:
             slots if ruled else None,
             ahead if ruled else None,
         )
+
+
+EASY = Contracts.plain(0)
+"""Any number of rows at temperature 1: nothing is read of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +195,9 @@ class Spread:
         Raises:
             NothingLeft: in some rows without drafted tokens every token is banned.
         """
-        c, dead = contracts, np.zeros(0, np.int64)
+        c, dead = contracts, NOTHING
+        if c.easy:
+            return Spread(torch.log_softmax(logits, -1), c, None, NOTHING, None, kernels, NOTHING)
         if c.rules is not None:
             dead = c.rules.adjust(logits, np.arange(len(logits)) if c.slots is None else c.slots, c.ahead)
         if np.any(c.beta != 1):
@@ -214,6 +236,8 @@ class Spread:
         if self.best is not None:
             said = said.masked_fill(_to(c.greedy, ids), 0.0)
         out, out_logp = ids.cpu().numpy(), said.float().cpu().numpy()
+        if c.easy:
+            return DrawnTokens(out, out_logp, NOTHING, [])
         return DrawnTokens(
             out, out_logp, *_kept(c, self.cut, self.mask, out), _top(self.logp, int(c.top.max(initial=0)))
         )

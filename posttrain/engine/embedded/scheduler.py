@@ -86,10 +86,9 @@ class Scheduler:
         """Blocks needed for what the slots and prompts have cached or are caching; shared blocks count once."""
         s = self.slots
         waiting = {id(p): p for p in (*self.prompts.values(), *self._waits.values())}.values()
-        held = [s.table[i, : s.cached[i] + 1 : BLOCK] // BLOCK for i in np.flatnonzero(s.generating)] + [
-            p.blocks for p in waiting
-        ]
-        return len(np.unique(np.concatenate(held))) if held else 0
+        at, first = np.flatnonzero(s.generating), np.arange(0, s.table.shape[1], BLOCK)
+        spoken = s.table[:, ::BLOCK][at][first <= s.cached[at][:, None]] // BLOCK
+        return len(np.unique(np.concatenate([spoken, *(p.blocks for p in waiting)])))
 
     def submit(self, request: GenerateCall) -> None:
         request.number = self._arrived
@@ -148,7 +147,7 @@ class Scheduler:
         Returns the generating slots."""
         s = self.slots
         while True:
-            at = np.flatnonzero(s.generating)
+            at = s.generating.nonzero()[0]
             short = at[s.held[at] <= s.cached[at]]
             if self._room(len(short)):
                 break

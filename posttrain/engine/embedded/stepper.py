@@ -44,10 +44,12 @@ class Stepper:
         at = scheduler.make_room(self.proposer.tokens if self.proposer else 0)
         drafts = self._propose(at)
         plan = scheduler.plan(at, drafts)
-        rows = [self._forward(plan)[: int(plan.widths.sum())]] if len(plan.ids) else []
+        rows = [self._forward(plan)[: plan.front]] if len(plan.ids) else []
         beginning = scheduler.begin()
         self._copy()
-        at = np.append(plan.generating, np.array([s for s, _ in beginning], np.int64))
+        at = plan.generating
+        if beginning:
+            at = np.append(at, np.array([s for s, _ in beginning], np.int64))
         self.counters.step(scheduler, len(at))
         if len(at):
             if beginning:
