@@ -1,7 +1,7 @@
 """Less memory for what a forward pass leaves for its backward: computed again, or kept in the memory of the CPU.
 
 full         of each layer only its input is kept, and the layer is computed again
-selective    results of matrix products and of torch's attention are kept too; only what is cheap is computed again, which
+selective    results of matrix products and of torch's attention are kept too; only what is cheap is computed again, as
              compiled attention is
 
 Figures: docs/out-of-memory.md. On a processor in float32 layers that are not computed again are faster and keep less
