@@ -65,7 +65,7 @@ def attends(device: torch.device, dtype: torch.dtype) -> list[Made]:
 
 
 def attends_packed(device: torch.device, dtype: torch.dtype) -> list[Made]:
-    """Segments alone, and a tree of runs with more than one block of queries; of a segment too long for one sum."""
+    """Segments alone, and a tree of runs with more than one block of queries; heads too wide for one sum."""
     parts = [
         np.r_[np.arange(at), np.full(n, 100 + i)] for i, (at, n) in enumerate(((20, 3), (20, 70), (31, 9), (0, 1)))
     ]
@@ -95,6 +95,7 @@ def attends_packed(device: torch.device, dtype: torch.dtype) -> list[Made]:
         case(TreeLayout(tree), 2, (16, 16), None, 4.0),
         case(long, 4, (48, 48), None, None),
         case(long, 1, (8, 8), 40, None),
+        case(alone, 2, (288, 272), None, None),
     ]
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +24,18 @@ from posttrain.engine.readout import read_out
 
 FOUND = native.find()
 needs_kernels = pytest.mark.skipif(isinstance(FOUND, str), reason=f"no compiled kernels: {FOUND}")
+
+
+def test_where_a_compiler_works_there_are_kernels(tmp_path: Path) -> None:
+    """Code that does not compile is no reason to skip: it fails here."""
+    compiler, least = shutil.which(os.environ.get("CC", "cc")), tmp_path / "least.c"
+    least.write_text("#include <omp.h>\nint most(void) { return omp_get_max_threads(); }\n")
+    made = [str(compiler), *native.FLAGS, "-o", str(tmp_path / "least.so"), str(least)]
+    if compiler is None or subprocess.run(made).returncode:
+        pytest.skip("no C compiler with OpenMP works here")
+    assert not native.missing()
+
+
 CPU = torch.device("cpu")
 
 

@@ -145,16 +145,16 @@ def test_wrong_sharing_is_found_in_them(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("replay", ["none", "sampler", "start"])
 def test_a_run_whose_routers_are_undecided_is_not_stopped(replay: str, dtype: str, tmp_path: Path) -> None:
-    """By torch's attention, which rounds each sequence otherwise in other company. Compiled attention does not."""
+    """By the plain definitions, which round each sequence otherwise in other company. Compiled code does not."""
     words = (f"model.router_replay={replay}", f"model.dtype={dtype}", "rl.optimizer.freeze=mlp.gate")
-    by = "model.kernels=torch"
+    by = "model.kernels=reference"
     with undecided():
         posttrain.run(moe_run(checkpoint_every=0, siblings=6), *FIXED, *words, by, out=tmp_path / "run", quiet=True)
     steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
     assert len(steps) == 3 and not [n for s in steps for n in s.notes if n.startswith("rule ")]
     print(f"{max(s.gauges['experts/differ'].mean for s in steps):.3g} of choices differ")
     if dtype == "float32":
-        assert max(s.gauges["experts/differ"].mean for s in steps) > 0, "the routers were decided after all"
+        assert max(s.gauges["experts/differ"].mean for s in steps) > 0.01, "the routers were decided after all"
 
 
 @pytest.mark.parametrize("replay", ["none", "sampler"])

@@ -118,7 +118,7 @@ static inline void panel(const float *w, int64_t E, const float *x, float *y, in
   }
 }
 
-/* y [rows][columns * WIDTH] += sum over t of w[t][row] * x[t], `rows` and `columns` constant. */
+/* y [rows][columns * WIDTH] = the sum over t of w[t][row] * x[t], `rows` and `columns` constant. */
 static inline __attribute__((always_inline)) void mix_piece(const float *w, const float *x, int64_t ld, float *y, int64_t terms, const int rows,
                                                             const int columns) {
   reg sum[TALLEST][COLUMNS], v[COLUMNS];
@@ -183,7 +183,7 @@ static inline struct block block_at(const struct segments *s, int64_t r, int64_t
   return b;
 }
 
-/* Scores of a block, minus infinity where a key is not seen; whether all lanes see a key needs no look above the diagonal. */
+/* Scores of a block, minus infinity where a key is not seen. From `inside` to the first query's own depth every query sees all. */
 static void scores(const struct segments *s, const struct block *b, const struct scratch *m) {
   int64_t Dk = whole(s->Dk), vectors = (b->count + WIDTH - 1) / WIDTH, parts = (b->count + LANES - 1) / LANES;
   panel(m->key + b->lo * Dk, Dk, m->query_T, m->score + b->lo * QUERIES, b->hi - b->lo, s->Dk, vectors, QUERIES, 0);
