@@ -31,7 +31,7 @@ from posttrain.controller.step import ask, learn
 from posttrain.core.algorithm import patch
 from posttrain.core.book import Book
 from posttrain.core.ladder import GRPO
-from posttrain.core.machine import frozen_objects
+from posttrain.core.machine import during_steps
 from posttrain.core.ports import Attempt, Sampler, TaskSource
 from posttrain.core.run import Model, Optimizer, Reinforce, Run
 from posttrain.core.sampling import Sampling
@@ -161,7 +161,7 @@ async def serve(wire: Wire, job: Job, folder: Path) -> None:
         table = lengths_PG(job.regime, job.prompts).ravel()
         wire.send(ready=True, **memory_mb())
         index = 0
-        with frozen_objects():  # as around the steps of a stage
+        with during_steps():  # as around the steps of a stage
             while (command := wire.receive())["do"] == "step":
                 lengths.lengths, lengths.asked = np.minimum(table, command.get("at_most", 10**9)).tolist(), 0
                 begun = time.perf_counter()

@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -15,6 +15,12 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 its own, which is returned when it is freed."""
 OFTEN_FREED = 32 << 20
 """What glibc raises the second one to by itself in a process that often frees large blocks; the first is twice that."""
+NEVER = -1
+"""To `mallopt`: the end of the memory is never returned."""
+THRESHOLDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+"""The user's own words to glibc on the two."""
+_LIMITS: list[tuple[int, int]] = []
+"""Those in force, the innermost last."""
 
 CONTROL_GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -49,8 +55,7 @@ def free_memory() -> int | None:
     return max(0, min(found)) if found else None
 
 
-@contextmanager
-def freed_at_once() -> Generator[None]:
+def freed_at_once() -> AbstractContextManager[None]:
     """Inside, memory of 128 KiB or more goes back to the system as soon as this process frees it, and at the end so
     does what is left. Without it the C library keeps such blocks for itself and cuts smaller ones out of them, so that
     a process that had a layer after the other in memory looks as if it had all of them.
@@ -58,19 +63,52 @@ def freed_at_once() -> Generator[None]:
     It acts on glibc (`mallopt`, `malloc_trim`), which is that of most of Linux, and does nothing elsewhere. Inside,
     large blocks cost more time.
     """
+    return _limits(128 << 10, 128 << 10)
+
+
+def kept_memory() -> AbstractContextManager[None]:
+    """Inside, memory that this process frees stays with it, but blocks above 32 MiB; at the end it goes back.
+
+    Every step of a stage takes the same memory again. What goes back to the system in between must be fetched page by
+    page, which made products of matrices three times slower where it happened, and it happened by chance
+    (docs/LOG.md, 2026-11-27). It acts on glibc, where MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ are not set.
+    """
+    if any(name in os.environ for name in THRESHOLDS):
+        return nullcontext()
+    return _limits(OFTEN_FREED, NEVER)
+
+
+def _usual() -> tuple[int, int]:
+    """Above which size a block is a mapping of its own, and above which the end of the memory is returned: what the
+    user set, else what glibc comes to in a process that often frees large blocks."""
+    mapped, trimmed = (os.environ.get(name) for name in THRESHOLDS)
+    return int(mapped or OFTEN_FREED), int(trimmed or 2 * OFTEN_FREED)
+
+
+@contextmanager
+def _limits(mapped: int, trimmed: int) -> Generator[None]:
+    """Inside, glibc has these two limits (`_usual`). At the end all that is free goes back, and they are what they
+    were."""
     try:
         library = ctypes.CDLL(None)
         choose, trim = library.mallopt, library.malloc_trim
     except (OSError, AttributeError, TypeError):
         yield
         return
-    choose(M_MMAP_THRESHOLD, 128 << 10)
+
+    def use(limits: tuple[int, int]) -> None:
+        choose(M_MMAP_THRESHOLD, limits[0])
+        choose(M_TRIM_THRESHOLD, limits[1])
+
+    before = _LIMITS[-1] if _LIMITS else _usual()
+    _LIMITS.append((mapped, trimmed))
+    use(_LIMITS[-1])
     try:
         yield
     finally:
+        _LIMITS.pop()
         trim(0)
-        choose(M_MMAP_THRESHOLD, int(os.environ.get("MALLOC_MMAP_THRESHOLD_", str(OFTEN_FREED))))
-        choose(M_TRIM_THRESHOLD, int(os.environ.get("MALLOC_TRIM_THRESHOLD_", str(2 * OFTEN_FREED))))
+        use(before)
 
 
 @contextmanager
@@ -84,3 +122,11 @@ def frozen_objects() -> Generator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def during_steps() -> Generator[None]:
+    """This process while a stage takes its steps: nothing that lasts is looked at by the collector, and memory that one
+    step frees is there for the next."""
+    with frozen_objects(), kept_memory():
+        yield

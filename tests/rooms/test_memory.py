@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import platform
 import subprocess
 import sys
@@ -86,17 +87,23 @@ class Ring:
         self.me = self
 
 
-def test_the_steps_of_a_stage_leave_older_objects_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, frozen = SingleTurn.verdict, list[int]()
+def test_the_steps_of_a_stage_leave_older_objects_out_and_keep_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, frozen, limits = SingleTurn.verdict, list[int](), list[tuple[int, int]]()
 
     async def verdict(self: SingleTurn, attempt: Attempt) -> Verdict:
         frozen.append(gc.get_freeze_count())
+        limits.extend(machine._LIMITS[-1:])
         return await plain(self, attempt)
 
     monkeypatch.setattr(SingleTurn, "verdict", verdict)
     words = ("sft.steps=1", "rl.steps=1", "rl.prompts=2", "rl.siblings=2", "env.heldout=2", "evaluation.samples=1")
     posttrain.run("arithmetic", *words, out=tmp_path / "run", quiet=True)
     assert max(frozen) > 1000 and gc.get_freeze_count() == 0
+    if platform.libc_ver()[0] == "glibc" and not set(machine.THRESHOLDS) & set(os.environ):
+        assert (machine.OFTEN_FREED, machine.NEVER) in limits
+    assert not machine._LIMITS
 
 
 def test_cycles_made_during_steps_are_collected_and_older_objects_are_not_looked_at() -> None:
@@ -153,7 +160,66 @@ print(kept, resident() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc alone is asked")
+KEEPS = """
+import ctypes, resource
+from pathlib import Path
+from posttrain.core.machine import freed_at_once, kept_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+def step():  # 10 blocks of 20 MB and one of 40; returns its page faults in thousands
+    before, made = faults(), [libc.malloc(n << 20) for n in [20] * 10 + [40]]
+    for n, block in zip([20] * 10 + [40], made):
+        ctypes.memset(block, 1, n << 20)
+    for block in made:
+        libc.free(block)
+    return (faults() - before) / 1e3
+
+before = resident()
+with kept_memory():
+    first, again, kept = step(), step(), resident() - before
+    with freed_at_once():
+        step()
+        freed = resident() - before
+    step()
+    anew = step()
+print(first, again, kept, freed, anew, resident() - before)
+"""
+ON_GLIBC = pytest.mark.skipif(
+    sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc alone is asked"
+)
+
+
+def words_to_glibc(**more: str) -> dict[str, str]:
+    """This process's environment, without what its user told the C library."""
+    return {k: v for k, v in os.environ.items() if k not in machine.THRESHOLDS} | more
+
+
+@ON_GLIBC
+def test_memory_of_one_step_is_there_for_the_next() -> None:
+    """In thousands of page faults and MB of a real process. A block of 40 MB (10 thousand pages) is fetched anew."""
+    told = subprocess.check_output([sys.executable, "-c", KEEPS], text=True, env=words_to_glibc())
+    first, again, kept, freed, anew, after = map(float, told.split())
+    assert first > 55 and again < 12 and anew < 12, told
+    assert 190 < kept < 240 and freed < 20 and after < 20, told
+
+
+@ON_GLIBC
+def test_the_user_s_own_words_to_the_c_library_hold() -> None:
+    env = words_to_glibc(MALLOC_MMAP_THRESHOLD_=str(128 << 10))
+    told = subprocess.check_output([sys.executable, "-c", KEEPS], text=True, env=env)
+    first, again, kept, *_ = map(float, told.split())
+    assert first > 55 and again > 55 and kept < 20, told
+
+
+@ON_GLIBC
 def test_freed_memory_goes_back_at_once() -> None:
     """In the MB of a real process: large blocks that were freed inside, and all that was kept, at the end."""
     command = [sys.executable, "-c", FREES]

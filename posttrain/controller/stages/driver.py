@@ -22,7 +22,7 @@ from posttrain.core.abilities import declared
 from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Step, merge
-from posttrain.core.machine import frozen_objects
+from posttrain.core.machine import during_steps
 from posttrain.core.shell import command_line
 from posttrain.core.stage import START, Stage, come_to, starts
 from posttrain.diagnose.played import unjudged_words
@@ -170,7 +170,7 @@ class Driver(ABC, Generic[S, T, A]):
             self.state.agreement_before = agreed.accuracy.mean
         last = 0 if self.state.ended else self.stage.steps
         try:
-            with frozen_objects():
+            with during_steps():
                 for index in range(self.state.step + 1, last + 1):
                     asked = await ask(index)
                     self.parts.sleep()
