@@ -9,6 +9,7 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from posttrain.core.errors import EngineError
 from posttrain.engine.attention import Layout, PackedLayout, using
 from posttrain.engine.look_up import LookUp
+from posttrain.engine.select_rows import rows_at
 from posttrain.engine.transform import logits as head_logits
 
 SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": False}
@@ -60,6 +62,10 @@ class ReadOut:
         """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]) at `position_ids`. Uses no cache and no
         mask, and computes no logits."""
         return self._run(input_ids.view(1, -1), position_ids.view(1, -1), layout)[0]
+
+    def hidden_at(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, at_M: np.ndarray) -> Tensor:
+        """[M, hidden]: those of `hidden` at these packed places, of which some may come again."""
+        return rows_at(self.hidden(input_ids, position_ids, layout), at_M)
 
     def rows(self, ids_BL: Tensor, layout: Layout) -> Tensor:
         """Last hidden states [B, L, hidden] of a batch of sequences, one in each row."""

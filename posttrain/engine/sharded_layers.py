@@ -16,7 +16,7 @@ from posttrain.core.errors import EngineError
 from posttrain.core.ranks import Ranks
 from posttrain.engine.attention import PackedLayout, using
 from posttrain.engine.readout import ReadOut, read_out
-from posttrain.engine.training_layers import BOUND, CANARY, FusedReadOut
+from posttrain.engine.training_layers import BOUND, CANARY, FusedReadOut, sample_states
 
 
 def prove_layers(
@@ -68,8 +68,7 @@ def _badness(x: float) -> float:
 @torch.no_grad()
 def _states(read: ReadOut, inside: Callable[..., Any]) -> Tensor:
     """Hidden states of one sequence, of all layers."""
-    at = torch.arange(CANARY)
-    return inside(lambda: read.hidden(at * 7919 % read.weight.shape[0], at, PackedLayout([CANARY])))
+    return inside(lambda: sample_states(read))
 
 
 def _gradients(

@@ -40,30 +40,6 @@ def refusal(gap: float, bound: float) -> str:
     )
 
 
-class SelectRows(torch.autograd.Function):
-    """Select rows [N, H] at positions [M]. The backward writes the first gradient of a row and adds further ones, which
-    are few: only segments that begin alike read a row twice."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, at: Tensor, again: Tensor | None) -> Tensor:
-        """`again` [J]: the indices into `at` that repeat an earlier one; None: there are none."""
-        ctx.save_for_backward(at, again)
-        ctx.rows = rows.shape[0]
-        return rows.index_select(0, at)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        at, again = ctx.saved_tensors
-        grad = grads[0]
-        out = grad.new_zeros(ctx.rows, grad.shape[1])
-        if again is None:
-            return out.index_copy_(0, at, grad), None, None
-        once = torch.ones(len(at), dtype=torch.bool, device=at.device)
-        once[again] = False
-        out.index_copy_(0, at[once], grad[once])
-        return out.index_add_(0, at[again], grad[again]), None, None
-
-
 class Sharing:
     """Hidden states of packed segments by one read-out, with shared beginnings computed once where that is worth it.
 
@@ -92,18 +68,18 @@ class Sharing:
             tree = None
         self.computed += len(packed.ids_N) if tree is None else len(tree.first_U)
         if tree is None:
-            return _rows(self._plain(packed.ids_N, packed.lengths_S, routing), at)
+            return self._plain(packed.ids_N, packed.lengths_S, at, routing)
         if not self.proved:
             self._prove(packed)
             self.proved = True
-        return _rows(self._shared(packed.ids_N, packed.positions_N, tree, routing), tree.place_N[at])
+        return self._shared(packed.ids_N, packed.positions_N, tree, tree.place_N[at], routing)
 
     def either(self, packed: Packed, shared: bool) -> Tensor:
         """`hidden` of the spoken tokens with their beginnings shared, wherever they are, or not shared."""
         if not shared:
-            return _rows(self._plain(packed.ids_N, packed.lengths_S), packed.source_M)
+            return self._plain(packed.ids_N, packed.lengths_S, packed.source_M)
         tree = SharedTree.of(packed.ids_N, packed.lengths_S)
-        return _rows(self._shared(packed.ids_N, packed.positions_N, tree), tree.place_N[packed.source_M])
+        return self._shared(packed.ids_N, packed.positions_N, tree, tree.place_N[packed.source_M])
 
     def _tree(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree | None:
         if len(lengths_S) < 2:
@@ -111,19 +87,36 @@ class Sharing:
         tree = SharedTree.of(ids_N, lengths_S)
         return tree if tree.saving >= WORTH else None
 
-    def _plain(self, ids_N: np.ndarray, lengths_S: np.ndarray, routing: PassRouting | None = None) -> Tensor:
-        at = np.concatenate([np.arange(n) for n in lengths_S])
+    def _plain(
+        self, ids_N: np.ndarray, lengths_S: np.ndarray, at_M: np.ndarray | None, routing: PassRouting | None = None
+    ) -> Tensor:
+        """[M, H]; [N, H] where `at_M` is None."""
         layout = PackedLayout(lengths_S, kernels=self._kernels)
-        layout.routing = None if routing is None else routing.pass_of(self._out.weight.device)
-        return self._out.hidden(self._to(ids_N), self._to(at), layout)
+        return self._computed(ids_N, np.concatenate([np.arange(n) for n in lengths_S]), layout, at_M, routing)
 
     def _shared(
-        self, ids_N: np.ndarray, positions_N: np.ndarray, tree: SharedTree, routing: PassRouting | None = None
+        self,
+        ids_N: np.ndarray,
+        positions_N: np.ndarray,
+        tree: SharedTree,
+        at_M: np.ndarray | None,
+        routing: PassRouting | None = None,
     ) -> Tensor:
-        """[U, H]"""
+        """[M, H]: of the unique positions `at_M`; [U, H] where it is None."""
         layout = TreeLayout(tree, kernels=self._kernels)
+        return self._computed(ids_N[tree.first_U], positions_N[tree.first_U], layout, at_M, routing)
+
+    def _computed(
+        self,
+        ids: np.ndarray,
+        positions: np.ndarray,
+        layout: PackedLayout | TreeLayout,
+        at_M: np.ndarray | None,
+        routing: PassRouting | None,
+    ) -> Tensor:
         layout.routing = None if routing is None else routing.pass_of(self._out.weight.device)
-        return self._out.hidden(self._to(ids_N[tree.first_U]), self._to(positions_N[tree.first_U]), layout)
+        given = self._to(ids), self._to(positions), layout
+        return self._out.hidden(*given) if at_M is None else self._out.hidden_at(*given, at_M)
 
     def _prove(self, packed: Packed) -> None:
         """Compare hidden states and gradients with those of the segments one by one.
@@ -136,8 +129,8 @@ class Sharing:
         trained = [p for p in self._out.decoder.parameters() if p.requires_grad]
         with torch.enable_grad():
             once, all_N = self._choices(ids, lengths, tree)
-            shared = self._shared(ids, at, tree, once)[self._to(tree.place_N)]
-            alone = self._plain(ids, lengths, all_N)
+            shared = self._shared(ids, at, tree, None, once)[self._to(tree.place_N)]
+            alone = self._plain(ids, lengths, None, all_N)
             lead = 0.0 if once is None else once.routing.chosen_by_more(alone.dtype)
             gap = _gap([shared.detach()], [alone.detach()])
             if trained:
@@ -156,7 +149,7 @@ class Sharing:
         """The experts that both passes of the proof follow, so that rounding decides none of them: for the pass that
         computes a shared beginning once, and for the other one; None where there is no router."""
         seen = PassRouting()
-        self._plain(ids, lengths, seen)
+        self._plain(ids, lengths, None, seen)
         if not seen.routing.used:
             return None, None
         given_U = seen.routing.stacked(seen.routing.used)[self._to(tree.first_U)]
@@ -164,17 +157,6 @@ class Sharing:
 
     def _to(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy(x.astype(np.int64)).to(self._out.weight.device)
-
-
-def _rows(hidden: Tensor, at_M: np.ndarray) -> Tensor:
-    _, first = np.unique(at_M, return_index=True)
-    again = np.setdiff1d(np.arange(len(at_M)), first)
-    device = hidden.device
-    return SelectRows.apply(
-        hidden,
-        torch.from_numpy(at_M.astype(np.int64)).to(device),
-        torch.from_numpy(again).to(device) if len(again) else None,
-    )
 
 
 def _few(packed: Packed) -> tuple[np.ndarray, np.ndarray]:

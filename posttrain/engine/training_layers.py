@@ -3,7 +3,7 @@
 Between its products a layer of the Llama family only reads and writes memory, and transformers writes it as some forty
 operations forward and backward. At 1 M parameters they take 40 % of a step. Here each is one compiled operation
 (`native_code/training.h`), which also keeps less for the backward pass. The products are the layer's own modules, so
-that adapters and frozen weights are as they were; plain ones of one input make its gradient together (`Products`).
+that adapters and frozen weights are as they were; plain ones of one input are made together (`products`).
 
 The methods of the model are replaced only while it runs, so nobody else sees them: not the engine, which reads the same
 module where the policy has an adapter, nor what is saved.
@@ -17,12 +17,13 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from posttrain.core.engines import KernelChoice
@@ -31,7 +32,9 @@ from posttrain.engine import attention, native
 from posttrain.engine.attention import Layout, PackedLayout
 from posttrain.engine.embedded.fused import FAMILIES, window_of
 from posttrain.engine.kernels import Kernel, add_forms, kernel
+from posttrain.engine.products import products
 from posttrain.engine.readout import ReadOut, read_out
+from posttrain.engine.select_rows import SelectRows, rows_at
 
 CHUNK = 256
 """Rows whose gradients of a weight are summed together (`native_code/training.h`)."""
@@ -42,6 +45,8 @@ ROUNDINGS = 8
 """How many times the rounding of the plain layers a larger difference may be, where a model enlarges rounding."""
 CANARY = 24
 """Tokens of the sequence on which both are compared."""
+READ = np.array([5, 6, 9, 9, *range(12, CANARY - 1)])
+"""Positions of it that are read, once more, alone."""
 
 
 def _chunks(rows: int) -> int:
@@ -121,39 +126,6 @@ class SwiGLU(torch.autograd.Function):
         return dgate, dup
 
 
-class Products(torch.autograd.Function):
-    """x @ W.T + b for several W and b (None: no bias) of one input x.
-
-    Torch makes a gradient of x for each product and then adds these. Here every product after the first adds to the
-    gradient that there is, in the order of the arguments. All other numbers are those of `nn.Linear`, bit for bit.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *parts: Tensor | None) -> tuple[Tensor, ...]:
-        needed, weights = ctx.needs_input_grad, parts[::2]
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if any(needed[1::2]) else None, *(weights if needed[0] else ()))
-        outs = tuple(linear(x, w, b) for w, b in zip(weights, parts[1::2], strict=True) if w is not None)
-        ctx.mark_non_differentiable(*(o for i, o in enumerate(outs) if not (needed[0] or any(needed[2 * i + 1 :][:2]))))
-        return outs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed, (x, *weights) = ctx.needs_input_grad, ctx.saved_tensors
-        rows = None if x is None else x.reshape(-1, x.shape[-1])
-        dx, lead, found = None, (), list[Tensor | None]()
-        for i, grad in enumerate(grads):
-            if grad is None:  # nothing was made of this product
-                found += [None, None]
-                continue
-            g, lead = grad.reshape(-1, grad.shape[-1]), grad.shape[:-1]
-            if needed[0]:
-                dx = g @ weights[i] if dx is None else dx.addmm_(g, weights[i])
-            found.append(g.t() @ rows if needed[1 + 2 * i] and rows is not None else None)
-            found.append(g.sum(0) if needed[2 + 2 * i] else None)
-        return None if dx is None else dx.view(*lead, -1), *found
-
-
 # --- the modules' methods ---------------------------------------------------------------------------------------------
 
 
@@ -161,30 +133,20 @@ def _norm(self: Any, hidden_states: Tensor) -> Tensor:
     return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # pyright: ignore[reportReturnType]
 
 
-def _products(x: Tensor, *projections: nn.Module) -> Sequence[Tensor]:
-    """What each of these modules makes of x, together where all are plain products."""
-    if not torch.is_grad_enabled() or x.dtype != torch.float32 or not all(_is_product(p) for p in projections):
-        return [p(x) for p in projections]
-    return Products.apply(x, *(t for p in projections for t in (p.weight, p.bias)))  # pyright: ignore[reportReturnType]
-
-
-def _is_product(part: Any) -> bool:
-    """Whether a module is `nn.Linear` itself, with whole float32 weights, and calling it does nothing else."""
-    if type(part) is not nn.Linear or "forward" in part.__dict__ or part._compiled_call_impl is not None:
-        return False
-    if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-        return False
-    held = (part.weight,) if part.bias is None else (part.weight, part.bias)
-    return all(type(t) is nn.Parameter and t.dtype == torch.float32 for t in held)
-
-
 def _feed_forward(self: Any, x: Tensor) -> Tensor:
-    return self.down_proj(SwiGLU.apply(*_products(x, self.gate_proj, self.up_proj)))
+    gated: Any = SwiGLU.apply(*products(x, self.gate_proj, self.up_proj))
+    return products(gated, self.down_proj)[0]
 
 
 def _attention(
-    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *args: Any,
+    read: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """Of the positions `read` alone, where they are given."""
     shape = hidden_states.shape[:-1]
     cosine, sine = (x.expand(*shape, -1).contiguous() for x in position_embeddings)
 
@@ -194,12 +156,25 @@ def _attention(
         out: Any = Heads.apply(heads, *scale, cosine, sine)
         return out.transpose(1, 2)
 
-    q, k, v = _products(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+    q, k, v = products(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     query = rotated(q, getattr(self, "q_norm", None))
     key = rotated(k, getattr(self, "k_norm", None))
     value = v.view(*shape, -1, self.head_dim).transpose(1, 2)
     seen, _ = attention.attend(self, query, key, value, None, self.scaling, sliding_window=window_of(self))
-    return self.o_proj(seen.reshape(*shape, -1)), None
+    seen = seen.reshape(*shape, -1)
+    return products(seen if read is None else _selected(seen, read), self.o_proj)[0], None
+
+
+def _selected(x: Tensor, read: Tensor) -> Tensor:
+    """Rows of x [1, N, H]: [1, R, H]."""
+    return SelectRows.apply(x[0], read, None).unsqueeze(0)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _last_layer(self: Any, read: Tensor, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """A layer after which only the positions `read` count. Keys and values are made of all."""
+    mixed = self.self_attn(self.input_layernorm(hidden_states), read=read, **kwargs)[0]
+    hidden_states = _selected(hidden_states, read) + mixed
+    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 METHODS = {"RMSNorm": _norm, "MLP": _feed_forward, "Attention": _attention}
@@ -216,12 +191,29 @@ class FusedReadOut(ReadOut):
 
     methods: tuple[tuple[nn.Module, MethodType], ...] = ()
 
+    def hidden_at(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, at_M: np.ndarray) -> Tensor:
+        """Of what nobody reads, such as prompts, the last layer makes keys and values alone."""
+        read_R, place_M = np.unique(at_M, return_inverse=True)
+        if not self._runs() or len(read_R) in (0, input_ids.numel()):
+            return super().hidden_at(input_ids, position_ids, layout, at_M)
+        last, read = self.layers[-1], torch.from_numpy(read_R.astype(np.int64)).to(input_ids.device)
+        last.__dict__["forward"] = partial(_last_layer, last, read)
+        try:
+            found = self.hidden(input_ids, position_ids, layout)
+        finally:
+            del last.__dict__["forward"]
+        return found if np.array_equal(read_R, at_M) else rows_at(found, place_M)
+
     def _run(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
-        if any(w.dtype != torch.float32 for w in weights) or any(_is_another(layer) for layer in self.layers):
+        if not self._runs():
             return super()._run(ids, positions, layout)
         with self.replaced():
             return super()._run(ids, positions, layout)
+
+    def _runs(self) -> bool:
+        """Whether a pass has these methods."""
+        weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
+        return all(w.dtype == torch.float32 for w in weights) and not any(_is_another(layer) for layer in self.layers)
 
     @property
     def layers(self) -> Any:
@@ -291,13 +283,19 @@ def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> No
         )
 
 
-def _sample(read: ReadOut) -> list[Tensor]:
-    """Hidden states of one sequence, and the gradients of the first layer's weights that train."""
-    decoder: Any = read.decoder
+def sample_states(read: ReadOut) -> Tensor:
+    """Hidden states of one sequence, of all its positions and of some."""
     at = torch.arange(CANARY, device=read.weight.device)
+    given = at * 7919 % read.weight.shape[0], at, PackedLayout([CANARY])
+    return torch.cat([read.hidden(*given), read.hidden_at(*given, READ)])
+
+
+def _sample(read: ReadOut) -> list[Tensor]:
+    """`sample_states`, and the gradients of the first layer's weights that train."""
+    decoder: Any = read.decoder
     trained = [p for p in decoder.layers[0].parameters() if p.requires_grad]
     with torch.enable_grad():
-        hidden = read.hidden(at * 7919 % read.weight.shape[0], at, PackedLayout([CANARY]))
+        hidden = sample_states(read)
         by = torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device).sin().view_as(hidden)
         grads = torch.autograd.grad((hidden * by).sum(), trained) if trained else ()
     return [hidden.detach(), *grads]

@@ -116,7 +116,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "gradient_cut",
-    seam="posttrain.engine.sharing:SelectRows.backward",
+    seam="posttrain.engine.select_rows:SelectRows.backward",
     what="the gradient stops at the head: hidden states are detached on the way back",
     harm="only the last layer learns",
     source="pain 23",

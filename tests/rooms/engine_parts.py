@@ -61,3 +61,8 @@ def segments(
 
 def packed(count: int = 6, **changes: Any) -> Packed:
     return Packed.of(segments(count, **changes))
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    """Normal numbers in float64 that have a gradient."""
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).requires_grad_()

@@ -224,7 +224,7 @@ def test_decoder_bits_know_no_neighbour_and_no_thread() -> None:
         torch.set_num_threads(1)
         alone = torch.cat([decoder.hidden(ids[i : i + 1], at[i : i + 1], PackedLayout([1])) for i in range(130)])
         torch.set_num_threads(3)
-        for count in (2, 17, 33, 49, 64, 65, 80, 130):
+        for count in (2, 8, 9, 16, 17, 24, 25, 33, 41, 49, 64, 65, 80, 88, 89, 130):
             together = decoder.hidden(ids[:count], at[:count], PackedLayout([1] * count))
             assert torch.equal(together, alone[:count])
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -14,30 +14,27 @@ import numpy as np
 import pytest
 import torch
 from embedded_parts import module
-from engine_parts import packed, policy
+from engine_parts import drawn, packed, policy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch import Tensor
 
 from posttrain.core.errors import EngineError
 from posttrain.core.run import Lora
-from posttrain.engine import attention, native, training_layers
+from posttrain.engine import attention, native, products, training_layers
 from posttrain.engine.adapter import attach
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded.fused import fusable
 from posttrain.engine.learner import HFLearner
+from posttrain.engine.products import Products
 from posttrain.engine.readout import read_out
-from posttrain.engine.training_layers import CHUNK, FusedReadOut, Heads, Products, RMSNorm, SwiGLU, fused_read_out
+from posttrain.engine.select_rows import rows_at
+from posttrain.engine.training_layers import CHUNK, FusedReadOut, Heads, RMSNorm, SwiGLU, fused_read_out
 
 pytestmark = pytest.mark.skipif(bool(native.missing()), reason=native.missing())
 CLOSE = 2e-5
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose layers are fused; those of qwen2 have biases."""
-
-
-def drawn(seed: int, *shape: int) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).requires_grad_()
 
 
 def same(ours: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor, slope: Tensor | None = None) -> None:
@@ -95,115 +92,6 @@ def test_the_gate_is_silu_times_up(rows: int, width: int, scale: float, seed: in
     same(SwiGLU.apply, lambda g, u: torch.nn.functional.silu(g) * u, gate, drawn(seed + 1, rows, width))
 
 
-@st.composite
-def products(draw: st.DrawFn) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
-    """(x, [weight, bias or None, ...], what of them trains), all float64 that are float32 numbers."""
-    rows, width = draw(st.integers(1, 40)), draw(st.integers(1, 40))
-    seeds = iter(range(draw(st.integers(0, 10**6)), 10**9))
-
-    def one(*shape: int) -> Tensor:
-        return drawn(next(seeds), *shape).detach().float().double().requires_grad_(draw(st.booleans()))
-
-    x, parts = one(1, rows, width), list[Tensor | None]()
-    for outputs in draw(st.lists(st.integers(1, 30), min_size=1, max_size=3)):
-        parts += [one(outputs, width), one(outputs) if draw(st.booleans()) else None]
-    return x, parts, [t for t in (x, *parts) if t is not None and t.requires_grad]
-
-
-def gradients_of(outs: Sequence[Tensor], trained: list[Tensor], used: list[bool]) -> list[Tensor | None]:
-    """Of a weighted sum of the outputs that are used."""
-    total = outs[0].new_zeros(())
-    for i, (out, here) in enumerate(zip(outs, used, strict=True)):
-        if here:
-            total = total + (out * drawn(i, *out.shape).detach().to(out.dtype)).sum()
-    return list(torch.autograd.grad(total, trained, allow_unused=True)) if trained and total.requires_grad else []
-
-
-@settings(max_examples=60, deadline=None)
-@given(products(), st.lists(st.booleans(), min_size=3, max_size=3))
-def test_products_of_one_input_are_the_plain_ones(case: Any, used: list[bool]) -> None:
-    """For all that may be frozen, and where nothing is made of some product. Outputs and gradients of weights have the
-    bits of torch's own; the gradient of the input is as near to float64 as rounding allows."""
-    x, parts, _ = case
-    used = used[: len(parts) // 2]
-
-    def run(function: Callable[..., Any], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor | None]]:
-        given = [None if t is None else t.detach().to(dtype).requires_grad_(t.requires_grad) for t in (x, *parts)]
-        outs = function(*given)
-        return list(outs), gradients_of(outs, [t for t in given if t is not None and t.requires_grad], used)
-
-    def plain(x: Tensor, *parts: Any) -> list[Tensor]:
-        return [nn.functional.linear(x, w, b) for w, b in zip(parts[::2], parts[1::2], strict=True)]
-
-    outs, ours = run(Products.apply, torch.float32)
-    same_outs, theirs = run(plain, torch.float32)
-    _, exact = run(plain, torch.float64)
-    assert all(torch.equal(a, b) and a.requires_grad == b.requires_grad for a, b in zip(outs, same_outs, strict=True))
-    for i, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
-        assert (a is None) == (b is None), "a gradient is there where torch's own is"
-        if a is None or b is None or c is None:
-            continue
-        if i or not x.requires_grad:
-            assert torch.equal(a, b)
-        else:
-            assert float((a.double() - c).abs().max()) <= CLOSE * max(1.0, float(c.abs().max()))
-
-
-def test_products_keep_the_input_once_and_what_is_needed_alone() -> None:
-    def kept(x: Tensor, *parts: Tensor | None) -> list[int]:
-        found = list[int]()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t.data_ptr()) or t, lambda t: t):
-            Products.apply(x, *parts)
-        return found
-
-    x, v, w = (drawn(i, 6, 6).detach().float() for i in range(3))
-    assert kept(x, v, None, w, None) == []
-    v.requires_grad_()
-    assert kept(x, v, None, w, None) == [x.data_ptr()]
-    x.requires_grad_()
-    assert kept(x, v, None, w, None) == [t.data_ptr() for t in (x, v, w)]
-    v.requires_grad_(False)
-    assert kept(x, v, None, w, None) == [v.data_ptr(), w.data_ptr()]
-
-
-def test_the_gradient_of_a_product_may_be_asked_twice_and_reaches_its_hooks() -> None:
-    x, w = (drawn(i, 5, 5).detach().float().requires_grad_() for i in range(2))
-    heard = list[Tensor]()
-    w.register_post_accumulate_grad_hook(lambda p: heard.append(torch.as_tensor(p.grad).clone()))
-    outs: Any = Products.apply(x, w, None, w, None)
-    total = (outs[0] * outs[1]).sum()
-    first = torch.autograd.grad(total, (x, w), retain_graph=True)
-    total.backward(retain_graph=True)
-    total.backward()
-    assert len(heard) == 2 and torch.equal(heard[0], first[1]) and torch.equal(heard[1], 2 * first[1])
-    assert x.grad is not None and torch.equal(x.grad, 2 * first[0])
-
-
-OTHERS: dict[str, Callable[[nn.Linear], Any]] = {
-    "hook": lambda p: p.register_forward_hook(lambda *_: None),
-    "hook before": lambda p: p.register_forward_pre_hook(lambda *_: None),
-    "hook of the backward pass": lambda p: p.register_full_backward_hook(lambda *_: None),
-    "method": lambda p: p.__dict__.update(forward=p.forward),
-    "weight of float64": lambda p: p.double(),
-    "compiled": lambda p: p.compile(backend="eager"),
-    "parametrised": lambda p: weight_norm(p),
-    "kind of its own": lambda p: setattr(p, "__class__", type("Other", (nn.Linear,), {})),
-}
-
-
-@pytest.mark.parametrize("how", OTHERS)
-def test_a_module_that_is_no_plain_product_is_called(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = nn.Linear(4, 4)
-    assert training_layers._is_product(module)  # pyright: ignore[reportPrivateUsage]
-    OTHERS[how](module)
-    assert not training_layers._is_product(module)  # pyright: ignore[reportPrivateUsage]
-    called = list[nn.Module]()
-    monkeypatch.setattr(nn.Module, "__call__", lambda self, x: called.append(self) or x)
-    plain = nn.Linear(4, 4)
-    training_layers._products(torch.ones(2, 4), plain, module)  # pyright: ignore[reportPrivateUsage]
-    assert called == [plain, module]
-
-
 class _OneLeftOut(Products):
     """Its gradient of the input lacks the second product."""
 
@@ -218,15 +106,17 @@ class _OneLeftOut(Products):
 def test_a_gradient_that_lacks_one_product_is_refused(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = model(arch)
     assert isinstance(fused_read_out(made, read_out(made)), FusedReadOut)
-    monkeypatch.setattr(training_layers, "Products", _OneLeftOut)
+    monkeypatch.setattr(products, "Products", _OneLeftOut)
     with pytest.raises(EngineError, match=r"differ from its own .* set model\.kernels=reference"):
         fused_read_out(made, read_out(made))
 
 
 @pytest.mark.parametrize("frozen", ["", "q_proj", "v_proj.weight", "k_proj|gate_proj", "up_proj", "_proj", "layers.0"])
+@pytest.mark.parametrize("read_M", [None, [39], [7, 3, 30, 3, 31], [*range(40)]], ids=["all", "one", "some", "each"])
 @pytest.mark.parametrize("arch", FUSED)
-def test_gradients_of_every_family_are_the_plain_ones(arch: str, frozen: str) -> None:
-    """With parts of the model frozen. All products of a layer are made together."""
+def test_gradients_of_every_family_are_the_plain_ones(arch: str, read_M: list[int] | None, frozen: str) -> None:
+    """With parts of the model frozen, and where some positions alone are read. All products of a layer are made
+    together."""
     made, found = model(arch), list[dict[str, Tensor]]()
     for name, p in made.named_parameters():
         p.requires_grad_(not (frozen and re.search(frozen, name)))
@@ -234,8 +124,12 @@ def test_gradients_of_every_family_are_the_plain_ones(arch: str, frozen: str) ->
     exact = copy.deepcopy(made).double()
     for read in (fused_read_out(made, read_out(made)), read_out(made), read_out(exact)):
         with patch.object(Products, "apply", wraps=Products.apply) as together:
-            hidden = read.hidden(ids, torch.arange(40), PackedLayout([40]))
-        assert together.call_count == (2 * len(read.layers) if isinstance(read, FusedReadOut) else 0)
+            given = ids, torch.arange(40), PackedLayout([18, 22])
+            if read_M is not None and isinstance(read, FusedReadOut):
+                hidden = read.hidden_at(*given, np.array(read_M))
+            else:
+                hidden = read.hidden(*given)[... if read_M is None else read_M]
+        assert together.call_count == (4 * len(read.layers) if isinstance(read, FusedReadOut) else 0)
         holder = exact if hidden.dtype == torch.float64 else made
         holder.zero_grad()
         (hidden * drawn(3, *hidden.shape).detach().to(hidden.dtype)).sum().backward()
@@ -245,6 +139,51 @@ def test_gradients_of_every_family_are_the_plain_ones(arch: str, frozen: str) ->
     size = max(float(g.abs().max()) for g in wanted.values())
     for name, g in wanted.items():
         assert float((ours[name] - g).abs().max()) <= CLOSE * size, name
+
+
+@pytest.mark.parametrize("arch", FUSED)
+def test_the_last_layer_computes_what_is_read(arch: str) -> None:
+    """Without a gradient too, and nothing of the pass stays behind."""
+    made, rows = model(arch), list[list[int]]()
+    read, last = fused_read_out(made, read_out(made)), made.get_decoder().layers[-1]
+    for layer in made.get_decoder().layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, x: rows[-1].append(x[0].shape[-2]))
+    ids, at, layout = torch.arange(40), torch.arange(40), PackedLayout([40])
+    before = len(made.get_decoder().layers) - 1
+    for on in (True, False):
+        for read_M, count in (([4, 9, 9, 8], 3), ([], 40), ([*range(40)], 40)):
+            rows.append([])
+            with torch.set_grad_enabled(on):
+                found = read.hidden_at(ids, at, layout, np.array(read_M, np.int64))
+            assert rows[-1] == [40] * before + [count] and "forward" not in last.__dict__
+            rows.append([])
+            wanted = read_out(made).hidden(ids, at, layout)[read_M]
+            assert found.requires_grad == on and torch.allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+@given(st.lists(st.integers(0, 8), max_size=20), st.integers(0, 100))
+def test_rows_that_are_read_again_add_up_their_gradients(at: list[int], seed: int) -> None:
+    rows = drawn(seed, 9, 3)
+    found, wanted = rows_at(rows, np.array(at, np.int64)), rows[at]
+    by = drawn(seed + 1, *wanted.shape).detach()
+    assert torch.equal(found, wanted)
+    ours, plain = (torch.autograd.grad((x * by).sum(), rows)[0] for x in (found, wanted))
+    assert torch.allclose(ours, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrong", ["another row", "keys of what is read alone", "a product that is a little off"])
+def test_a_last_layer_that_differs_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model("qwen3")
+    real, layer, product = training_layers._selected, training_layers._last_layer, products.linear  # pyright: ignore[reportPrivateUsage]
+    if wrong == "another row":
+        monkeypatch.setattr(training_layers, "_selected", lambda x, read: real(x, read - 1))
+    elif wrong == "a product that is a little off":
+        monkeypatch.setattr(products, "linear", lambda x, w, b=None: product(x, w, b) * 1.001)
+    else:
+        seen = lambda self, read, x, **k: layer(self, read, x.index_fill(1, torch.arange(5), 0), **k)  # noqa: E731
+        monkeypatch.setattr(training_layers, "_last_layer", seen)
+    with pytest.raises(EngineError, match=r"differ from its own .* set model\.kernels=reference"):
+        fused_read_out(made, read_out(made))
 
 
 def test_no_number_depends_on_the_threads() -> None:

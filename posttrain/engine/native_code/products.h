@@ -31,57 +31,48 @@ static inline reg load_reg(const float *p) {
 
 static inline void store_reg(float *p, reg v) { memcpy(p, &v, sizeof v); }
 
+static inline reg added(reg sum, reg v, float weight) { return sum + v * weight; }
+
 /* Terms summed before a piece of the sums goes back to memory, for few and for many columns: all of a matrix row as it streams by, or
    what of x fits the first cache. The order of the sum is the same. */
 #define LONG 512
 #define SHORT 64
 #define STRIP 96
 
-/* y [rows][columns * WIDTH] = w [rows][terms] @ x [terms][columns * WIDTH], added to what y holds where `more`. Where `ahead`, the rows
-   below are fetched into the second cache on the way: the first has no room for them beside x. */
-static inline __attribute__((always_inline)) void piece(const float *w, int64_t E, const float *x, int64_t ld, float *y, int64_t terms,
-                                                        const int rows, const int columns, int more, int ahead) {
-  reg sum[TALLEST][COLUMNS], v[COLUMNS];
-#pragma GCC unroll 12
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 6
-    for (int i = 0; i < columns; i++) sum[r][i] = more ? load_reg(y + r * ld + i * WIDTH) : (reg){0};
-  const float *w0 = w, *w3 = w + 3 * E, *w6 = w + 6 * E, *w9 = w + 9 * E;
-#define ROW(r, at)                                                                        \
-  if (rows > r) {                                                                         \
-    float weight = at;                                                                    \
-    _Pragma("GCC unroll 6") for (int i = 0; i < columns; i++) sum[r][i] += v[i] * weight; \
-  }
-#define TERM(j)                                                                               \
-  _Pragma("GCC unroll 6") for (int i = 0; i < columns; i++) v[i] = load_reg(x + i * WIDTH);       \
-  x += ld;                                                                                    \
-  ROW(0, w0[j]) ROW(1, w0[j + E]) ROW(2, w0[j + 2 * E]) ROW(3, w3[j]) ROW(4, w3[j + E]) ROW(5, w3[j + 2 * E]) \
-  ROW(6, w6[j]) ROW(7, w6[j + E]) ROW(8, w6[j + 2 * E]) ROW(9, w9[j]) ROW(10, w9[j + E]) ROW(11, w9[j + 2 * E])
-  int64_t k = 0;
-  for (; k + LANES <= terms; k += LANES) {
-    if (ahead)
-#pragma GCC unroll 12
-      for (int r = 0; r < rows; r++) __builtin_prefetch(w + (rows + r) * E + k, 0, 2);
-#pragma GCC unroll 2
-    for (int j = 0; j < LANES; j++) { TERM(j) }
-    w0 += LANES, w3 += LANES, w6 += LANES, w9 += LANES;
-  }
-  for (int j = 0; k < terms; k++, j++) { TERM(j) }
-#undef TERM
-#undef ROW
-#pragma GCC unroll 12
-  for (int r = 0; r < rows; r++)
-#pragma GCC unroll 6
-    for (int i = 0; i < columns; i++) store_reg(y + r * ld + i * WIDTH, sum[r][i]);
+#define REG reg
+#define WIDE WIDTH
+#define LOAD load_reg
+#define STORE store_reg
+#define ADDED added
+#define PIECE piece
+#define STRIP_OF strip
+#include "pieces.h"
+
+/* The last columns, where half a vector holds them. A lane's sum is the same in both. */
+#define HALF 8
+#if WIDTH > HALF
+#include <immintrin.h>
+
+static inline vec8 load_half(const float *p) {
+  vec8 v;
+  memcpy(&v, p, sizeof v);
+  return v;
 }
 
-static inline __attribute__((always_inline)) void strip(const float *w, int64_t E, const float *x, int64_t ld, float *y, int64_t terms,
-                                                        int64_t rows, const int tall, const int columns, int more, int ahead) {
-  int64_t r = 0;
-  for (; r + tall <= rows; r += tall) piece(w + r * E, E, x, ld, y + r * ld, terms, tall, columns, more, ahead);
-  for (; r + 2 <= rows; r += 2) piece(w + r * E, E, x, ld, y + r * ld, terms, 2, columns, more, 0);
-  for (; r < rows; r++) piece(w + r * E, E, x, ld, y + r * ld, terms, 1, columns, more, 0);
-}
+static inline void store_half(float *p, vec8 v) { memcpy(p, &v, sizeof v); }
+
+/* Rounded once, as a whole vector's. Left to itself gcc multiplies two terms at once, and rounds before it adds. */
+static inline vec8 added_half(vec8 sum, vec8 v, float weight) { return _mm256_fmadd_ps(v, _mm256_set1_ps(weight), sum); }
+
+#define REG vec8
+#define WIDE HALF
+#define LOAD load_half
+#define STORE store_half
+#define ADDED added_half
+#define PIECE half_piece
+#define STRIP_OF half_strip
+#include "pieces.h"
+#endif
 
 /* Vectors of the next columns, of so many left: as even as pieces can be. */
 static inline int64_t wide(int64_t left) {
@@ -89,11 +80,11 @@ static inline int64_t wide(int64_t left) {
   return (left + rest - 1) / rest;
 }
 
-/* y [F][ld] = weight [F][E] @ x [E][ld], added to what y holds where `add`; N columns, rounded up to whole vectors. */
+/* y [F][ld] = weight [F][E] @ x [E][ld], added to what y holds where `add`; N columns, rounded up to whole halves. */
 static void product(const float *weight, const float *x, float *y, int64_t F, int64_t E, int64_t N, int64_t ld, int add) {
-  int64_t vectors = (N + LANES - 1) / LANES * (LANES / WIDTH), span = vectors * WIDTH <= 8 * LANES ? LONG : SHORT;
+  int64_t halves = (N + HALF - 1) / HALF, vectors = halves / (WIDTH / HALF), span = halves * HALF <= 8 * LANES ? LONG : SHORT;
   int64_t strips = (F + STRIP - 1) / STRIP, threads = omp_get_max_threads();
-  int64_t unit = TALL[wide(vectors)] < 6 ? TALL[wide(vectors)] : 6;
+  int64_t unit = vectors && TALL[wide(vectors)] < 6 ? TALL[wide(vectors)] : 6;
   strips = (strips + threads - 1) / threads * threads;
   int64_t height = ((F + strips - 1) / strips + unit - 1) / unit * unit;
 #pragma omp parallel for schedule(static) if (F * E * N > 8 * SMALL)
@@ -116,6 +107,11 @@ static void product(const float *weight, const float *x, float *y, int64_t F, in
 #undef CASE
         }
       }
+#if WIDTH > HALF
+      int64_t n = vectors * WIDTH;
+      if (n < halves * HALF)
+        half_strip(weight + f * E + k, E, x + k * ld + n, ld, y + f * ld + n, terms, rows, TALL[1], 1, add || k, !n);
+#endif
     }
   }
 }
