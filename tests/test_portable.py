@@ -38,8 +38,6 @@ GUARDED = {
     "posttrain/core/lifetime.py": "calls prctl on Linux alone",
     "posttrain/core/machine.py": "asks hasattr first, and reads /proc and /sys where they are",
     "posttrain/environment/tools/fair_queue.py": "asks hasattr first",
-    "posttrain/engine/native.py": "reads /proc/cpuinfo where there is one",
-    "posttrain/engine/products.py": "reads /proc/cpuinfo where there is one",
     "posttrain/engine/vllm/start.py": "takes /dev/shm where there is one",
     "posttrain/role/memory.py": "reads /proc where it may, and asks getrusage elsewhere",
     "posttrain/verifier/workers/guardian.py": "calls prctl on Linux, and watches its parent elsewhere",

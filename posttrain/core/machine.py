@@ -41,6 +41,14 @@ def is_linux() -> bool:
     return sys.platform == "linux"
 
 
+def processor() -> str:
+    """What the system tells of its first processor, such as its maker and its features: a line of `name : words` each.
+    Nothing where it does not tell (macOS)."""
+    with suppress(OSError):
+        return Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+    return ""
+
+
 def free_memory() -> int | None:
     """Bytes of main memory that a program may still take: what the machine has, and what its control group allows.
     None where the system does not tell."""

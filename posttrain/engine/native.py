@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.errors import EngineError
+from posttrain.core.machine import processor
 
 LANES = 16
 """The number of columns of a feature-major matrix is a multiple of this."""
@@ -228,10 +229,5 @@ def _folder() -> Path:
 
 def _processor() -> str:
     """The processor's name and features, which `-march=native` compiles for."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return "\n".join(
-        [platform.machine(), platform.processor(), *(line for line in lines if line.startswith(("flags", "Features")))][
-            :3
-        ]
-    )
+    features = [line for line in processor().splitlines() if line.startswith(("flags", "Features"))]
+    return "\n".join([platform.machine(), platform.processor(), *features])

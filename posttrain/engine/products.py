@@ -10,12 +10,13 @@ Axis letters: N rows, E and F widths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from posttrain.core.machine import processor
 
 FEW = 8
 """Up to so many rows oneDNN's sums may depend on the number of threads or rows; torch's own way is taken."""
@@ -27,9 +28,7 @@ def _is_faster() -> bool:
         return False
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    path = Path("/proc/cpuinfo")
-    words = set(path.read_text().split()) if path.exists() else set[str]()
-    return {"AuthenticAMD", "avx512f"} <= words
+    return {"AuthenticAMD", "avx512f"} <= set(processor().split())
 
 
 ONE_DNN = _is_faster()

@@ -194,9 +194,10 @@ class FusedReadOut(ReadOut):
     def hidden_at(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, at_M: np.ndarray) -> Tensor:
         """Of what nobody reads, such as prompts, the last layer makes keys and values alone."""
         read_R, place_M = np.unique(at_M, return_inverse=True)
-        if not self._runs() or len(read_R) in (0, input_ids.numel()):
+        last = self.layers[-1]
+        if not self._runs() or "forward" in last.__dict__ or len(read_R) in (0, input_ids.numel()):
             return super().hidden_at(input_ids, position_ids, layout, at_M)
-        last, read = self.layers[-1], torch.from_numpy(read_R.astype(np.int64)).to(input_ids.device)
+        read = torch.from_numpy(read_R.astype(np.int64)).to(input_ids.device)
         last.__dict__["forward"] = partial(_last_layer, last, read)
         try:
             found = self.hidden(input_ids, position_ids, layout)

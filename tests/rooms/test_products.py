@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from posttrain.core.machine import processor
 from posttrain.engine import products
 from posttrain.engine.products import FEW, Products, is_product
 
@@ -83,11 +85,11 @@ def near(ours: Tensor, exact: Tensor) -> bool:
     return float((ours.double() - exact).detach().abs().max()) <= CLOSE * max(1.0, float(exact.detach().abs().max()))
 
 
+@pytest.mark.skipif(not products.ONE_DNN, reason="torch's own products are faster on this processor, and taken")
 @pytest.mark.parametrize("rows", [1, FEW, FEW + 1, 37, 400])
 def test_a_product_by_one_dnn_depends_on_no_thread_and_no_other_row(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of inputs of any shape and strides; and it is made by oneDNN."""
     made, real = list[int](), torch.nn.functional.linear
-    monkeypatch.setattr(products, "ONE_DNN", True)
     monkeypatch.setattr(products.F, "linear", lambda x, w, b=None: made.append(x.numel()) or real(x, w, b))
     before = torch.get_num_threads()
     for width, outputs in ((8, 24), (96, 40), (512, 7), (1536, 64)):
@@ -115,15 +117,20 @@ def test_a_product_by_one_dnn_depends_on_no_thread_and_no_other_row(rows: int, m
         ("vendor_id : AuthenticAMD\nflags : fpu avx2 avx512f", True),
         ("vendor_id : AuthenticAMD\nflags : fpu avx2", False),
         ("vendor_id : GenuineIntel\nflags : fpu avx2 avx512f", False),
-        (None, False),
+        ("", False),
     ],
 )
-def test_one_dnn_is_taken_where_it_was_measured(
-    text: str | None, faster: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(products.Path, "read_text", lambda _: text)
-    monkeypatch.setattr(products.Path, "exists", lambda _: text is not None)
+def test_one_dnn_is_taken_where_it_was_measured(text: str, faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "processor", lambda: text)
     assert products._is_faster() == faster  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_processor_that_may_not_be_read_is_told_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert processor() == ""
 
 
 def test_products_keep_the_input_once_and_what_is_needed_alone() -> None:

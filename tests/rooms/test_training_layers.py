@@ -161,6 +161,16 @@ def test_the_last_layer_computes_what_is_read(arch: str) -> None:
             assert found.requires_grad == on and torch.allclose(found, wanted, rtol=0, atol=1e-5)
 
 
+def test_a_last_layer_that_another_has_changed_stays_as_it_is() -> None:
+    made, given = model("qwen3"), (torch.arange(9), torch.arange(9), PackedLayout([9]))
+    read, last = fused_read_out(made, read_out(made)), made.get_decoder().layers[-1]
+    own = last.forward
+    last.forward = lambda *args, **named: 2 * own(*args, **named)
+    changed = last.forward
+    assert torch.equal(read.hidden_at(*given, np.array([4])), read.hidden(*given)[[4]])
+    assert last.forward is changed
+
+
 @given(st.lists(st.integers(0, 8), max_size=20), st.integers(0, 100))
 def test_rows_that_are_read_again_add_up_their_gradients(at: list[int], seed: int) -> None:
     rows = drawn(seed, 9, 3)
