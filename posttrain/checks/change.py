@@ -59,8 +59,17 @@ def before(roles: ReinforceRoles, e: Experience) -> Before:
     """What is compared after the step."""
     segments = chosen([x for g in e.groups for x in g.episodes[:1]])
     packed = Packed.of(segments) if segments else None
-    logp = roles.learner.score(packed) if packed is not None else np.zeros(0, np.float32)
+    logp = log_probs(roles, segments, packed) if packed is not None else np.zeros(0, np.float32)
     return Before(roles.trainer.version, packed, logp, slices(roles.trainer.trained()))
+
+
+def log_probs(roles: ReinforceRoles, segments: Sequence[Segment], packed: Packed) -> np.ndarray:
+    """[M]: of the learner before the step. In float32 the sampler's own are these but for rounding, where it had the
+    same weights (`SamplerCheck` compares them in every step), and save a forward pass."""
+    own = all(bool((s.version[s.mask] == roles.trainer.version).all()) for s in segments)
+    if own and roles.run.model.dtype == "float32" and roles.learner.routers() is None:
+        return np.concatenate([s.logp[s.mask] for s in segments])
+    return roles.learner.score(packed)
 
 
 def chosen(episodes: Sequence[Episode]) -> list[Segment]:

@@ -95,8 +95,7 @@ class Packed:
     @property
     def positions_N(self) -> np.ndarray:
         """int64: position of every packed token within its own segment."""
-        ends = np.cumsum(self.lengths_S)
-        return np.arange(len(self.ids_N)) - np.repeat(ends - self.lengths_S, self.lengths_S)
+        return positions(self.lengths_S)
 
     @property
     def episodes(self) -> int:
@@ -260,6 +259,12 @@ class Packed:
     def _sizes_E(self) -> np.ndarray:
         """int64: packed tokens of each episode."""
         return np.bincount(self.sequence_S, weights=self.lengths_S, minlength=self.episodes).astype(np.int64)
+
+
+def positions(lengths_S: np.ndarray) -> np.ndarray:
+    """int64 [N]: position of every token of segments of these lengths within its own segment."""
+    starts = np.cumsum(lengths_S) - lengths_S
+    return np.arange(int(lengths_S.sum())) - np.repeat(starts, lengths_S)
 
 
 def _counts_up(unit_E: np.ndarray) -> bool:

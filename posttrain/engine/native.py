@@ -92,6 +92,7 @@ SIGNATURES = {
     "rms_rows_back": [POINTER] * 6 + [INT] * 2,
     "heads_rows": [POINTER] * 2 + [FLOAT] + [POINTER] * 4 + [INT] * 3,
     "heads_rows_back": [POINTER] * 8 + [INT] * 3,
+    "transposed": [POINTER] * 2 + [INT] * 2,
     "gate_rows": [POINTER] * 3 + [INT],
     "gate_rows_back": [POINTER] * 5 + [INT],
     "segments_forward": [POINTER] * 6,
@@ -120,7 +121,7 @@ class Kernels:
         self.heads_rows, self.heads_rows_back = library.heads_rows, library.heads_rows_back
         self.gate_rows, self.gate_rows_back = library.gate_rows, library.gate_rows_back
         self.segments_forward, self.segments_backward = library.segments_forward, library.segments_backward
-        self.digest_rows = library.digest_rows
+        self.transposed, self.digest_rows = library.transposed, library.digest_rows
 
     def attend(
         self,

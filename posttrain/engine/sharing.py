@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.core.batch import Packed
+from posttrain.core.batch import Packed, positions
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import InvariantError
 from posttrain.core.row_gradient import whole
@@ -53,33 +53,38 @@ class Sharing:
         self._out, self.on, self.proved = out, on, False
         self._kernels: KernelChoice = kernels
         self.computed = 0
-        """Positions computed by all calls of `hidden` so far."""
+        """Positions of all calls of `hidden` so far, without those that sharing saved."""
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None, routing: PackedRouting | None = None) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token, or those `at` these packed positions.
 
+        Of what follows the last of them in a segment, such as an answer's last token, nothing is computed.
+
         Args:
-            routing: of a mixture of experts. Segments whose sampler chose other experts for what they begin with are
-                not shared.
+            routing: of a mixture of experts, whose routers see every position. Segments whose sampler chose other
+                experts for what they begin with are not shared.
         """
         at = packed.source_M if at is None else at
-        tree = self._tree(packed.ids_N, packed.lengths_S) if self.on else None
+        ids, lengths = packed.ids_N, packed.lengths_S
+        if routing is None:
+            ids, lengths, at = _until_read(ids, lengths, at)
+        tree = self._tree(ids, lengths) if self.on else None
         if tree is not None and routing is not None and not routing.fold(tree.place_N):
             tree = None
-        self.computed += len(packed.ids_N) if tree is None else len(tree.first_U)
+        self.computed += len(packed.ids_N) - (0 if tree is None else len(ids) - len(tree.first_U))
         if tree is None:
-            return self._plain(packed.ids_N, packed.lengths_S, at, routing)
+            return self._plain(ids, lengths, at, routing)
         if not self.proved:
-            self._prove(packed)
+            self._prove(ids, lengths)
             self.proved = True
-        return self._shared(packed.ids_N, packed.positions_N, tree, tree.place_N[at], routing)
+        return self._shared(ids, positions(lengths), tree, tree.place_N[at], routing)
 
     def either(self, packed: Packed, shared: bool) -> Tensor:
         """`hidden` of the spoken tokens with their beginnings shared, wherever they are, or not shared."""
         if not shared:
             return self._plain(packed.ids_N, packed.lengths_S, packed.source_M)
         tree = SharedTree.of(packed.ids_N, packed.lengths_S)
-        return self._shared(packed.ids_N, packed.positions_N, tree, tree.place_N[packed.source_M])
+        return self._shared(packed.ids_N, positions(packed.lengths_S), tree, tree.place_N[packed.source_M])
 
     def _tree(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree | None:
         if len(lengths_S) < 2:
@@ -92,7 +97,7 @@ class Sharing:
     ) -> Tensor:
         """[M, H]; [N, H] where `at_M` is None."""
         layout = PackedLayout(lengths_S, kernels=self._kernels)
-        return self._computed(ids_N, np.concatenate([np.arange(n) for n in lengths_S]), layout, at_M, routing)
+        return self._computed(ids_N, positions(lengths_S), layout, at_M, routing)
 
     def _shared(
         self,
@@ -109,23 +114,23 @@ class Sharing:
     def _computed(
         self,
         ids: np.ndarray,
-        positions: np.ndarray,
+        places: np.ndarray,
         layout: PackedLayout | TreeLayout,
         at_M: np.ndarray | None,
         routing: PassRouting | None,
     ) -> Tensor:
         layout.routing = None if routing is None else routing.pass_of(self._out.weight.device)
-        given = self._to(ids), self._to(positions), layout
+        given = self._to(ids), self._to(places), layout
         return self._out.hidden(*given) if at_M is None else self._out.hidden_at(*given, at_M)
 
-    def _prove(self, packed: Packed) -> None:
+    def _prove(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> None:
         """Compare hidden states and gradients with those of the segments one by one.
 
         Raises:
             InvariantError: they differ by more than rounding.
         """
-        ids, lengths = _few(packed)
-        tree, at = SharedTree.of(ids, lengths), np.concatenate([np.arange(n) for n in lengths])
+        ids, lengths = _few(ids_N, lengths_S)
+        tree, at = SharedTree.of(ids, lengths), positions(lengths)
         trained = [p for p in self._out.decoder.parameters() if p.requires_grad]
         with torch.enable_grad():
             once, all_N = self._choices(ids, lengths, tree)
@@ -159,11 +164,25 @@ class Sharing:
         return torch.from_numpy(x.astype(np.int64)).to(self._out.weight.device)
 
 
-def _few(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
+def _until_read(
+    ids_N: np.ndarray, lengths_S: np.ndarray, at_M: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The ids and lengths of the segments, each up to its last position that is read, and `at_M` among these. A segment
+    of which nothing is read is left out; where nothing is read at all, they stay as they are."""
+    if not len(at_M):
+        return ids_N, lengths_S, at_M
+    starts, segment_N = np.cumsum(lengths_S) - lengths_S, np.repeat(np.arange(len(lengths_S)), lengths_S)
+    kept_S = np.zeros_like(lengths_S)
+    np.maximum.at(kept_S, segment_N[at_M], at_M - starts[segment_N[at_M]] + 1)
+    kept_N = positions(lengths_S) < kept_S[segment_N]
+    return ids_N[kept_N], kept_S[kept_S > 0], np.cumsum(kept_N)[at_M] - 1
+
+
+def _few(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(ids, lengths) of a few segments that begin alike: those that share the most, up to `PROOF` tokens, at least two
     of them. Long ones are cut."""
-    ends = np.cumsum(packed.lengths_S)
-    parts = [packed.ids_N[a:b] for a, b in zip(ends - packed.lengths_S, ends, strict=True)]
+    ends = np.cumsum(lengths_S)
+    parts = [ids_N[a:b] for a, b in zip(ends - lengths_S, ends, strict=True)]
     parts.sort(key=lambda x: x.astype(">u4").tobytes())
     best = max(range(1, len(parts)), key=lambda i: SharedTree.of(*_joined(parts[i - 1 : i + 1])).saving)
     chosen = parts[best - 1 : best + 1]

@@ -14,6 +14,7 @@ from torch import Tensor
 from posttrain.core.errors import InvariantError
 from posttrain.core.types import Kept
 from posttrain.engine.logit_rules import LogitRules
+from posttrain.engine.products import fits, linear
 
 
 class KeptMask:
@@ -117,7 +118,8 @@ def logits(
 ) -> Tensor:
     """[..., H] -> [..., V] logits in `logit_dtype`. Sampler and learner both call this function."""
     dtype = logit_dtype(weight.dtype)
-    out = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    out = (linear if fits(h, w, b) else torch.nn.functional.linear)(h, w, b)
     if scale != 1:
         out = out * scale
     return out if softcap is None else torch.tanh(out / softcap) * softcap

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 import posttrain
+from posttrain.checks.change import before
 from posttrain.checks.data import TaskCheck
 from posttrain.checks.update import Handed, UpdateCheck, update_agrees
 from posttrain.checks.watch import observers
 from posttrain.core import reader
 from posttrain.core.abilities import Abilities
+from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
@@ -109,6 +111,51 @@ def test_copies_of_weights_live_as_long_as_the_optimizer_step(tmp_path: Path) ->
     copies = Copies()
     observed(tmp_path / "run", copies)
     assert len(copies.held) > 12 and not any(copies.held)
+
+
+class ReadsBefore(Observer):
+    """What the policy said before a step: read of its rollouts, and scored by the learner."""
+
+    def __init__(self) -> None:
+        self.read: list[np.ndarray] = []
+        self.scored: list[np.ndarray] = []
+        self.passes: list[int] = []
+
+    def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
+        if not isinstance(event, PlayedEvent) or not event.experience.groups:
+            return None
+        real, run, calls = roles.learner, roles.run, list[Packed]()
+        roles.learner = SimpleNamespace(
+            score=lambda packed: calls.append(packed) or real.score(packed), routers=real.routers
+        )
+        for dtype, told in (("float32", self.read), ("bfloat16", self.scored)):
+            roles.run = replace(run, model=replace(run.model, dtype=dtype))
+            told.append(before(roles, event.experience).logp_M)
+            self.passes.append(len(calls))
+        roles.learner, roles.run = real, run
+        return None
+
+
+def test_the_policy_before_a_step_is_read_of_its_own_rollouts_in_float32(tmp_path: Path) -> None:
+    reads = ReadsBefore()
+    observed(tmp_path / "run", reads)
+    assert len(reads.read) >= 3 and reads.passes == [0, 1] * len(reads.read), "no pass in float32, one elsewhere"
+    for read, scored in zip(reads.read, reads.scored, strict=True):
+        assert len(read) and float(np.abs(read - scored).max()) <= 1e-4
+    assert all(float(s.gauges["policy/kl_step"].mean) >= 0 for s in reader.steps(tmp_path / "run") if s.stage == "rl")
+
+
+def test_rollouts_of_older_weights_are_scored_before_a_step() -> None:
+    """They are not what the policy says now."""
+    old, scored = group(0, (0.0, 1.0)), np.array([-2.0], np.float32)
+    roles: Any = SimpleNamespace(
+        run=SimpleNamespace(model=SimpleNamespace(dtype="float32")),
+        learner=SimpleNamespace(score=lambda packed: np.tile(scored, packed.spoken), routers=lambda: None),
+        trainer=SimpleNamespace(version=1, trained=dict),
+    )
+    assert before(roles, Experience(1, 0, (old,), (True,), 1)).logp_M.tolist() == [-2.0]
+    roles.trainer.version = 0
+    assert before(roles, Experience(1, 0, (old,), (True,), 1)).logp_M.tolist() == [-1.0]
 
 
 def test_a_kind_that_derives_from_another_is_observed_like_it() -> None:

@@ -184,6 +184,34 @@ def test_with_recomputed_layers_the_gradient_is_the_same(kernels: KernelChoice) 
             torch.testing.assert_close(one, two, rtol=1e-4, atol=max(exact, 1e-6))
 
 
+@pytest.mark.parametrize("arch", ["gpt2", "qwen3", "gemma"])
+@pytest.mark.parametrize("share", [True, False])
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), part=st.sampled_from([0.02, 0.3, 1.0]))
+def test_what_nobody_reads_is_not_computed_and_the_rest_is_the_same(
+    arch: str, share: bool, seed: int, part: float
+) -> None:
+    """For any positions that are read, in any order and some of them twice; of some segments none is."""
+    rng, data = np.random.default_rng(seed), batch(forest(seed))
+    at = rng.choice(len(data.ids_N), max(1, int(part * len(data.ids_N))))
+    made = policy(arch)
+    out, ran = read_out(made.module.double()), list[int]()
+    rows = sharing.Sharing(out, made.kernels, share)
+    rows.hidden(data, at)  # the first use proves itself, which computes too
+    handle = out.decoder.get_submodule("h.0" if arch == "gpt2" else "layers.0").register_forward_pre_hook(
+        lambda _, args: ran.append(args[0].shape[-2])  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    )
+    found = rows.hidden(data, at)
+    handle.remove()
+    starts_N = np.arange(len(data.ids_N)) - data.positions_N
+    last_S = [max(data.positions_N[at][starts_N[at] == a], default=-1) for a in np.unique(starts_N)]
+    read = [data.ids_N[a : a + n + 1] for a, n in zip(np.unique(starts_N), last_S, strict=True) if n >= 0]
+    least = len({tuple(x[: n + 1].tolist()) for x in read for n in range(len(x))})
+    assert len(ran) == 1 and (least <= ran[0] <= sum(map(len, read)) if share else ran[0] == sum(map(len, read)))
+    alone = out.hidden(longs(data.ids_N), longs(data.positions_N), PackedLayout(data.lengths_S))[longs(at)]
+    torch.testing.assert_close(found, alone, rtol=1e-6, atol=1e-10 if arch == "gpt2" else 1e-6)
+
+
 def leak(layout: type[TreeLayout]) -> Callable[..., Any]:
     """A mask by which a run sees all of what is above it and all of itself: the future too."""
     return lambda self, longest, deep, window: torch.ones(longest, deep + longest, dtype=torch.bool) if deep else None

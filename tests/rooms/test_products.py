@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from posttrain.core.machine import processor
-from posttrain.engine import products
-from posttrain.engine.products import FEW, Products, is_product
+from posttrain.engine import native, products
+from posttrain.engine.products import FEW, MANY, WIDE, Products, fits, is_product
 
 BOTH = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 pytestmark = pytest.mark.skipif(not BOTH, reason="this torch has one library for products")
@@ -111,6 +111,36 @@ def test_a_product_by_one_dnn_depends_on_no_thread_and_no_other_row(rows: int, m
     assert bool(made) == (rows <= FEW)
 
 
+@pytest.mark.skipif(not products.ONE_DNN, reason="torch's own products are faster on this processor, and taken")
+@pytest.mark.skipif(bool(native.missing()), reason="no C compiler")
+@pytest.mark.parametrize("rows", [MANY, MANY + 37])
+def test_gradients_of_weights_by_one_dnn_depend_on_no_thread(rows: int) -> None:
+    """Whichever side is transposed, of gradients of any strides, and for one product or several."""
+    before = torch.get_num_threads()
+    for width, outputs in ((WIDE, (WIDE,)), (200, (70,)), (70, (200,)), (100, (67, 81)), (512, (300, 300))):
+        x, *grads = (drawn(i, rows, n).detach().float() for i, n in enumerate((width, *outputs)))
+        alone = list[Tensor]()
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                found = products.summed(grads, x)
+                alone = alone or found
+                for g, one, two in zip(grads, found, alone, strict=True):
+                    assert torch.equal(one, two) and one.is_contiguous() and near(one, g.double().T @ x.double())
+                turned = products.summed([g.T.contiguous().T for g in grads], x.T.contiguous().T)
+                assert all(torch.equal(a, b) for a, b in zip(turned, found, strict=True))
+        finally:
+            torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(bool(native.missing()), reason="no C compiler")
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_a_copy_is_transposed(rows: int, width: int) -> None:
+    x = torch.arange(rows * width, dtype=torch.float32).view(rows, width)
+    assert torch.equal(products.transposed(x), x.T)
+
+
 @pytest.mark.parametrize(
     ("text", "faster"),
     [
@@ -123,6 +153,18 @@ def test_a_product_by_one_dnn_depends_on_no_thread_and_no_other_row(rows: int, m
 def test_one_dnn_is_taken_where_it_was_measured(text: str, faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "processor", lambda: text)
     assert products._is_faster() == faster  # pyright: ignore[reportPrivateUsage]
+
+
+def test_what_may_be_multiplied_without_a_gradient() -> None:
+    x, w = torch.ones(2, 3), nn.Parameter(torch.ones(4, 3))
+    assert fits(x, None) and not fits(x, w), "the weight wants a gradient"
+    with torch.no_grad():
+        assert fits(x, w, None) and not fits(x.double(), w) and not fits(x.to("meta"), w)
+
+        class Other(Tensor):
+            pass
+
+        assert not fits(x.as_subclass(Other), w)
 
 
 def test_a_processor_that_may_not_be_read_is_told_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,23 +71,6 @@ static void gather(const struct segments *s, int64_t r, const float *rows, int64
   for (int64_t t = 0; t < T; t++) copy_row(rows + (row_of(s, r, t) * heads + h) * D, out + t * wide_row, D, wide_row);
 }
 
-/* out[j] = factor times lane j of the sixteen rows from `in` on, `ld` floats apart; rows of `out` are QUERIES floats apart. */
-static inline void transpose_tile(const float *in, int64_t ld, float factor, float *out) {
-  vec a[LANES], b[LANES];
-  for (int j = 0; j < LANES; j++) a[j] = load(in + j * ld) * factor;
-  for (int round = 0; round < 2; round++) {
-#define ZIP(from, to)                                                                                                          \
-  for (int j = 0; j < LANES / 2; j++) {                                                                                        \
-    to[2 * j] = __builtin_shufflevector(from[j], from[j + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);         \
-    to[2 * j + 1] = __builtin_shufflevector(from[j], from[j + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31); \
-  }
-    ZIP(a, b)
-    ZIP(b, a)
-#undef ZIP
-  }
-  for (int j = 0; j < LANES; j++) store(out + j * QUERIES, a[j]);
-}
-
 /* A block of queries as rows [QUERIES][D, padded], and transposed and scaled [D, padded][QUERIES]; zeros where there is no query. */
 static void take_block(const float *rows, int64_t heads, int64_t h, int64_t D, int64_t start, int64_t count, float scale, float *out,
                        float *out_T) {
@@ -95,7 +78,7 @@ static void take_block(const float *rows, int64_t heads, int64_t h, int64_t D, i
   for (int64_t i = 0; i < count; i++) copy_row(rows + ((start + i) * heads + h) * D, out + i * wide_row, D, wide_row);
   memset(out + count * wide_row, 0, (QUERIES - count) * wide_row * sizeof(float));
   for (int64_t d = 0; d < wide_row; d += LANES)
-    for (int64_t i = 0; i < QUERIES; i += LANES) transpose_tile(out + i * wide_row + d, wide_row, scale, out_T + d * QUERIES + i);
+    for (int64_t i = 0; i < QUERIES; i += LANES) transpose_tile(out + i * wide_row + d, wide_row, scale, out_T + d * QUERIES + i, QUERIES);
 }
 
 /* y [rows][ld] = w @ x [terms][ld] for the first `vectors` * WIDTH columns, w [rows][E]; added to y where `add`. */

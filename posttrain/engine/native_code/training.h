@@ -136,3 +136,16 @@ void gate_rows_back(const float *g, const float *gate, const float *up, float *d
     dgate[i] = g[i] * up[i] * share * (1.0f + gate[i] * (1.0f - share));
   }
 }
+
+/* to [E][N] = x [N][E] */
+void transposed(const float *x, float *to, int64_t N, int64_t E) {
+  int64_t whole = E / LANES * LANES;
+#pragma omp parallel for schedule(static) if (N * E > SMALL)
+  for (int64_t n = 0; n < N; n += LANES) {
+    int64_t rows = N - n < LANES ? N - n : LANES, e = 0;
+    if (rows == LANES)
+      for (; e < whole; e += LANES) transpose_tile(x + n * E + e, E, 1.0f, to + e * N + n, N);
+    for (; e < E; e++)
+      for (int64_t i = n; i < n + rows; i++) to[e * N + i] = x[i * E + e];
+  }
+}

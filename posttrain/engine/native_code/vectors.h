@@ -68,3 +68,20 @@ static inline vec exp_vec(vec x) {
   ivec scale = ((ivec)shifted << 23) + 0x3f800000;
   return blend(x < low, splat(0.0f), p * (vec)scale);
 }
+
+/* out[j] = factor times lane j of the sixteen rows from `in` on, `ld` floats apart; rows of `out` are `apart` floats apart. */
+static inline void transpose_tile(const float *in, int64_t ld, float factor, float *out, int64_t apart) {
+  vec a[LANES], b[LANES];
+  for (int j = 0; j < LANES; j++) a[j] = load(in + j * ld) * factor;
+  for (int round = 0; round < 2; round++) {
+#define ZIP(from, to)                                                                                                          \
+  for (int j = 0; j < LANES / 2; j++) {                                                                                        \
+    to[2 * j] = __builtin_shufflevector(from[j], from[j + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);         \
+    to[2 * j + 1] = __builtin_shufflevector(from[j], from[j + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31); \
+  }
+    ZIP(a, b)
+    ZIP(b, a)
+#undef ZIP
+  }
+  for (int j = 0; j < LANES; j++) store(out + j * apart, a[j]);
+}
