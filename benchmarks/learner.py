@@ -13,9 +13,9 @@ sides must have the same gradient norm at their first step.
 Besides, our step is timed with and without shared prefixes, on prompts that are half of every sequence and have 16
 siblings, where 1.88 times as many positions are computed without.
 
-The share of the roofline counts needed operations only: three times a forward pass over the positions that differ,
-and the head at spoken tokens. What is computed again, or twice for siblings, counts as nothing. It is divided by a
-float32 matrix product of the same threads, timed before and after each step.
+The share of the roofline counts needed operations only: three times a forward pass over the positions that differ
+and are needed, and the head at spoken tokens. What is computed again, or twice for siblings, counts as nothing. It is
+divided by a float32 matrix product of the same threads, timed before and after each step.
 """
 
 from __future__ import annotations
@@ -70,13 +70,17 @@ def fastest(side: Worker, samples: int) -> list[dict[str, Any]]:
 
 
 def needed_gflop(size: Size, job: Job) -> float:
-    """Operations of a step that cannot be avoided, in 10^9: forward and backward of the positions that differ."""
+    """Operations of a step that cannot be avoided, in 10^9: forward and backward of the positions that differ. The last
+    layer needs only keys and values of those whose hidden state is not read."""
     lengths = lengths_PG(job.regime, job.prompts)
-    head = size.hidden // size.heads
-    rows = size.hidden * head * (2 * size.heads + 2 * size.kv_heads) + 3 * size.hidden * size.ffn
-    unique = int(lengths.sum()) + job.prompts * PROMPT
-    pairs = job.prompts * PROMPT * (PROMPT + 1) / 2 + float((lengths * PROMPT + lengths * (lengths + 1) / 2).sum())
-    layers = size.layers * (2 * unique * rows + 4 * pairs * size.heads * head)
+    answers = lengths - 1  # an answer's last token predicts nothing
+    unique, read = (int(answers.sum()) + job.prompts * begin for begin in (PROMPT, 1))
+    head, before = size.hidden // size.heads, size.layers - 1
+    seen_by_prompts = job.prompts * (before * PROMPT * (PROMPT + 1) / 2 + PROMPT)
+    seen = seen_by_prompts + size.layers * float((answers * PROMPT + answers * (answers + 1) / 2).sum())
+    keys = size.hidden * head * 2 * size.kv_heads
+    others = size.hidden * head * 2 * size.heads + 3 * size.hidden * size.ffn
+    layers = 2 * (size.layers * unique * keys + (before * unique + read) * others) + 4 * seen * size.heads * head
     return 3 * (layers + 2 * int(lengths.sum()) * size.hidden * (len(SYMBOLS) + 3)) / 1e9
 
 
