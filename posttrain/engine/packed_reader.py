@@ -52,7 +52,7 @@ class PackedReader:
         self._rows = (
             Alone(self.out, policy.kernels)
             if is_stateful(policy.module)
-            else Sharing(self.out, policy.kernels, policy.share_prefixes)
+            else Sharing(self.out, policy.kernels, policy.share_prefixes, every=self.routers is not None)
         )
 
     @property

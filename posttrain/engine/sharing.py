@@ -45,12 +45,13 @@ class Sharing:
 
     Args:
         on: never share where False.
+        every: every position is computed, of a mixture of experts, whose routers are counted by position.
 
     `proved`: whether the proof was made.
     """
 
-    def __init__(self, out: ReadOut, kernels: KernelChoice, on: bool) -> None:
-        self._out, self.on, self.proved = out, on, False
+    def __init__(self, out: ReadOut, kernels: KernelChoice, on: bool, every: bool = False) -> None:
+        self._out, self.on, self.proved, self._every = out, on, False, every
         self._kernels: KernelChoice = kernels
         self.computed = 0
         """Positions of all calls of `hidden` so far, without those that sharing saved."""
@@ -61,12 +62,12 @@ class Sharing:
         Of what follows the last of them in a segment, such as an answer's last token, nothing is computed.
 
         Args:
-            routing: of a mixture of experts, whose routers see every position. Segments whose sampler chose other
-                experts for what they begin with are not shared.
+            routing: of a mixture of experts. Segments whose sampler chose other experts for what they begin with are
+                not shared.
         """
         at = packed.source_M if at is None else at
         ids, lengths = packed.ids_N, packed.lengths_S
-        if routing is None:
+        if not self._every:
             ids, lengths, at = _until_read(ids, lengths, at)
         tree = self._tree(ids, lengths) if self.on else None
         if tree is not None and routing is not None and not routing.fold(tree.place_N):

@@ -151,10 +151,9 @@ def test_the_gradient_with_given_choices_is_that_of_a_plain_mixture(arch: str, s
     logp = learner.forward(replace(packed, routed_N=given), entropy=False, value=False).logp
     by = torch.from_numpy(np.random.default_rng(seed).normal(size=packed.spoken))
     (logp * by).sum().backward()
-    seen = np.delete(given, np.cumsum(packed.lengths_S) - 1, 0)  # without routers to watch, nothing behind what is read
     for r, layer in enumerate(other.model.layers):
-        fixed = torch.from_numpy(seen[:, r].astype(int))
-        mask_NE = torch.zeros(len(seen), 6, dtype=torch.float64).scatter_(1, fixed, 1)
+        fixed = torch.from_numpy(given[:, r].astype(int))
+        mask_NE = torch.zeros(len(given), 6, dtype=torch.float64).scatter_(1, fixed, 1)
         layer.mlp = PlainMixture(layer.mlp, mask_NE)
     theirs = HFLearner(replace(made, module=other)).forward(packed, entropy=False, value=False).logp
     (theirs * by).sum().backward()
@@ -361,7 +360,7 @@ def plain_balance(module: Any, packed: Packed, experts: int, active: int) -> Ten
     learner = HFLearner(replace(policy(), module=module, share_prefixes=False, kernels="reference"))
     kept = [list[Tensor]() for _ in module.model.layers]
     hooks = [
-        layer.mlp.gate.register_forward_hook(lambda m, a, out, k=k: k.append(out[0][: packed.lengths_S[len(k)] - 1]))
+        layer.mlp.gate.register_forward_hook(lambda m, a, out, k=k: k.append(out[0][:-1]))
         for layer, k in zip(module.model.layers, kept, strict=True)
     ]
     for s in range(len(packed.lengths_S)):
