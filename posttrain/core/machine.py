@@ -44,7 +44,7 @@ def is_linux() -> bool:
 def processor() -> str:
     """What the system tells of its first processor, such as its maker and its features: a line of `name : words` each.
     Nothing where it does not tell (macOS)."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         return Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
     return ""
 
