@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,6 +76,10 @@ class Side(ABC):
     def step(self, micro: int) -> float:
         """One optimizer step in micro-batches of `micro` sequences; the gradient norm before the clip."""
 
+    def steps(self) -> AbstractContextManager[None]:
+        """Around all steps, as the library has it."""
+        return nullcontext()
+
     def told(self) -> dict[str, Any]:
         """What else there is to say of the last step."""
         return {}
@@ -110,6 +115,11 @@ class Ours(Side):
         learner = HFLearner(load_policy(model, None, 0))
         optimizer = StageOptimizer(learner.parameters(), Optimizer(lr=LR, warmup=0, clip=CLIP))
         return Trainer(learner, optimizer, Reinforce(name="rl").micro_tokens), batch, Likelihood()
+
+    def steps(self) -> AbstractContextManager[None]:
+        from posttrain.core.machine import during_steps
+
+        return during_steps()
 
     def step(self, micro: int) -> float:
         trainer, batch, loss = self.parts
@@ -222,12 +232,13 @@ def main(name: str, job: Job) -> None:
     torch.set_num_threads(job.threads)
     wire, side = Wire(), {"ours": Ours, "unshared": Ours, "naive": Naive, "trl": Trl}[name](job)
     memory = StepMemory()
-    while (command := wire.receive())["do"] == "step":
-        memory.begin()
-        begun, cpu = time.perf_counter(), _cpu()
-        norm = side.step(command.get("micro", 0))
-        seconds, used = time.perf_counter() - begun, _cpu() - cpu
-        wire.send(seconds=seconds, process_seconds=used, norm=norm, extra=side.told(), **memory.told())
+    with side.steps():
+        while (command := wire.receive())["do"] == "step":
+            memory.begin()
+            begun, cpu = time.perf_counter(), _cpu()
+            norm = side.step(command.get("micro", 0))
+            seconds, used = time.perf_counter() - begun, _cpu() - cpu
+            wire.send(seconds=seconds, process_seconds=used, norm=norm, extra=side.told(), **memory.told())
 
 
 def _cpu() -> float:

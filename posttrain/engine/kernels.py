@@ -68,9 +68,8 @@ def kernel(operation: str, device: torch.device, dtype: torch.dtype, choice: Ker
 
 
 def check_compiled(operation: str, device: torch.device, dtype: torch.dtype) -> None:
-    """EngineError where the compiled form of an operation cannot be used."""
-    why = next(
-        (k.unfit(device, dtype) for k in TABLE[operation] if k.form == "compiled"), f"{operation} has no such form"
-    )
-    if why:
+    """EngineError where no compiled form of an operation can be used."""
+    found = [k.unfit(device, dtype) for k in TABLE[operation] if k.form == "compiled"]
+    if all(found):
+        why = "; ".join(found) or f"{operation} has no such form"
         raise EngineError(f"model.kernels=compiled, but there are no compiled kernels: {why}")

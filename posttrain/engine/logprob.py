@@ -12,27 +12,28 @@ Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens and B ids 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
-from posttrain.engine import plain
-from posttrain.engine.kernels import Kernel, add_forms, kernel
+from posttrain.engine.kernels import kernel
 from posttrain.engine.logit_rules import LogitRules
-from posttrain.engine.tiles import TORCH, Blocks, RunningSoftmax, TileForm, each, normalised, within
-from posttrain.engine.transform import KeptMask, KeptSets, LogitSlope, LogitTransform, logit_dtype
+from posttrain.engine.tiled_head import Head, block_of, picked
+from posttrain.engine.tiles import TORCH, Blocks, Tile, each, normalised, within
+from posttrain.engine.transform import KeptMask, KeptSets, LogitTransform, logit_dtype
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "accelerator": 1 << 27}
 """Logits (C * V) of one tile on each kind of device. 8 MiB of float32 stay near a CPU's caches; 512 MiB fill a GPU."""
 CHUNK_ROWS = 128
 """Fewest tokens of a tile. With fewer, reading the weight of the head costs too much per token."""
+KEPT_ELEMENTS = {"cpu": 1 << 22, "accelerator": 0}
+"""Most logits (M * V) of a pass that are kept until its backward; more are computed again. 16 MiB of float32 on a CPU,
+and on an accelerator none, where nobody measured what it saves."""
 CHUNK_IDS = 16384
 """A vocabulary of at most so many ids is one block."""
 TILE = {"cpu": (256, 4096), "accelerator": (8192, 16384)}
@@ -84,7 +85,7 @@ def logprobs(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptSets(kept, targets)
     )
     form = kernel("head", hidden.device, logit_dtype(weight.dtype), kernels)
-    tile = chunk or _rows(hidden, weight), block or _ids(weight)
+    tile = _tile(hidden, weight, transform, chunk, block)
     logp, entropy = form.function(hidden, weight, bias, targets.long(), transform, want_entropy, tile)
     return logp, entropy if want_entropy else None
 
@@ -106,8 +107,8 @@ def candidates(
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
-    tile = _rows(hidden, weight), _ids(weight)
-    logp, _ = _Head.apply(hidden, weight, bias, ids_MK.long(), transform, False, tile, TORCH)
+    tile = _tile(hidden, weight, transform)
+    logp, _ = Head.apply(hidden, weight, bias, ids_MK.long(), transform, False, tile, TORCH)
     return logp.clamp_min(torch.finfo(logp.dtype).min)
 
 
@@ -208,12 +209,12 @@ def odds(
         for first, logp in logps():
             ids = torch.arange(first, first + logp.shape[1], device=logp.device)
             below += torch.where(ids < target, logp.exp(), 0.0).sum(1)
-            said += _picked(logp, target - first)[:, 0]
+            said += picked(logp, target - first)[:, 0]
         ratios, apart = none.new_zeros(len(target), len(temperatures)), none.new_zeros(len(target), len(temperatures))
         for k, t in enumerate(temperatures):
             flatter = normalised(each(logps, lambda logp, t=t: logp / t), torch.log_softmax, single)
             for (first, q), (_, logp) in zip(flatter(), logps(), strict=True):
-                ratios[:, k] += _picked(q, target - first)[:, 0]
+                ratios[:, k] += picked(q, target - first)[:, 0]
                 apart[:, k] += 0.5 * (q.exp() - logp.exp()).abs().sum(1)
         ratios -= said[:, None]
         for part, x in zip(out, (below, below + said.exp(), ratios, apart), strict=True):
@@ -231,6 +232,14 @@ def _ids(weight: Tensor) -> int:
     if vocabulary <= CHUNK_IDS:
         return vocabulary
     return -(-vocabulary // -(-vocabulary // min(CHUNK_IDS, TILE[_kind(weight)][1])))
+
+
+def _tile(
+    hidden: Tensor, weight: Tensor, transform: LogitTransform, chunk: int | None = None, block: int | None = None
+) -> Tile:
+    rows, ids = chunk or _rows(hidden, weight), block or _ids(weight)
+    fits = len(hidden) * weight.shape[0] <= KEPT_ELEMENTS[_kind(weight)]
+    return Tile(rows, ids, fits and torch.is_grad_enabled() and not transform.sloped)
 
 
 def _rows(hidden: Tensor, weight: Tensor) -> int:
@@ -255,131 +264,7 @@ def _scored(
         def blocks(chunk: slice = chunk) -> Iterator[tuple[int, Tensor]]:
             h = hidden[chunk].to(dtype)
             for first in range(0, vocabulary, width):
-                w, b = _block(weight, bias, first, width, dtype)
+                w, b = block_of(weight, bias, first, width, dtype)
                 yield first, transform.scores(h, w, b, chunk.start, None, first)
 
         yield chunk, blocks
-
-
-def _block(
-    weight: Tensor, bias: Tensor | None, first: int, width: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    return weight[first : first + width].to(dtype), None if bias is None else bias[first : first + width].to(dtype)
-
-
-def _picked(x: Tensor, named: Tensor) -> Tensor:
-    """[C, K]: the numbers of the named ids in a block [C, B]; 0 for an id outside of it."""
-    place, inside = within(named, x.shape[1])
-    return x.gather(1, place).masked_fill_(~inside, 0)
-
-
-class _Head(torch.autograd.Function):
-    """The head's autograd function. It saves its inputs, the normaliser and the entropy [M], and the backward
-    recomputes each tile's logits. The outer loop is over the vocabulary, so a block of the weight is converted once."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        named: Tensor,
-        transform: LogitTransform,
-        want_entropy: bool,
-        tile: tuple[int, int],
-        form: TileForm,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs of the named ids, [M] or [M, K] as they are, and the entropy [M]."""
-        dtype, (chunk, width) = logit_dtype(weight.dtype), tile
-        named_MK = named if named.ndim == 2 else named[:, None]
-        said = torch.zeros(named_MK.shape, dtype=dtype, device=hidden.device)
-        running = RunningSoftmax(hidden.new_empty(len(named), dtype=dtype), want_entropy)
-        for first in range(0, weight.shape[0], width):
-            w, b = _block(weight, bias, first, width, dtype)
-            for at in range(0, len(hidden), chunk):
-                rows = slice(at, min(at + chunk, len(hidden)))
-                z = transform.scores(hidden[rows].to(dtype), w, b, at, None, first)
-                said[rows] += _picked(z, named_MK[rows] - first)
-                running.add(rows, *form.fold(z, want_entropy, transform.masked))
-        norm, entropy = running.norm(), running.entropy()
-        entropy = norm.new_empty(0) if entropy is None else entropy
-        ctx.save_for_backward(hidden, weight, bias, named_MK, norm, entropy)
-        ctx.transform, ctx.tile, ctx.form = transform, tile, form
-        ctx.set_materialize_grads(False)  # an entropy that no loss reads costs nothing in the backward
-        return said.sub_(norm[:, None]).view(named.shape), entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, named_MK, norm, entropy = ctx.saved_tensors
-        transform: LogitTransform = ctx.transform
-        dtype, (chunk, width) = logit_dtype(weight.dtype), ctx.tile
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        of_logp, of_entropy = grads
-        by_logp = norm.new_zeros(named_MK.shape) if of_logp is None else of_logp.reshape(named_MK.shape)
-        grad_hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
-        grad_weight = torch.empty_like(weight) if need_weight else None
-        grad_bias = torch.empty_like(bias) if bias is not None and need_bias else None
-        for first in range(0, weight.shape[0], width):
-            w, b = _block(weight, bias, first, width, dtype)
-            sum_w = None if grad_weight is None else _sum_for(grad_weight, first, width, dtype)
-            sum_b = None if grad_bias is None else _sum_for(grad_bias, first, width, dtype)
-            for at in range(0, len(hidden), chunk):
-                rows = slice(at, min(at + chunk, len(hidden)))
-                h, slopes = hidden[rows].to(dtype), list[LogitSlope]()
-                z = transform.scores(h, w, b, at, slopes, first)
-                by_entropy = None if of_entropy is None else of_entropy[rows]
-                named = named_MK[rows] - first
-                d = ctx.form.cotangent(z, norm[rows], named, by_logp[rows], by_entropy, entropy[rows], transform.masked)
-                for slope in reversed(slopes):
-                    slope.times(d)
-                d.mul_(transform.beta * transform.scale)
-                if grad_hidden is not None and first == 0:
-                    torch.mm(d, w, out=grad_hidden[rows])
-                elif grad_hidden is not None:
-                    grad_hidden[rows].addmm_(d, w)
-                if sum_w is not None:
-                    sum_w.addmm_(d.t(), h)
-                if sum_b is not None:
-                    sum_b.add_(d.sum(0))
-            for whole, part in ((grad_weight, sum_w), (grad_bias, sum_b)):
-                if whole is not None and part is not None and whole.dtype != dtype:
-                    whole[first : first + width] = part
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *(None,) * 5
-
-
-def _sum_for(grad: Tensor, first: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Zeros to add a block's gradient to: its part of `grad`, or numbers of more precision, to be copied into it."""
-    part = grad[first : first + width]
-    return part.zero_() if grad.dtype == dtype else torch.zeros_like(part, dtype=dtype)
-
-
-def _torch_head(*given: Any) -> tuple[Tensor, Tensor]:
-    return _Head.apply(*given, TORCH)
-
-
-def _triton_head(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The same tiles, with Triton's kernels in place of torch's operations. EngineError where they do not agree with
-    torch's on this device; they are compared before they are first used."""
-    from posttrain.engine.triton_tiles import proved
-
-    return _Head.apply(hidden, weight, *rest, proved(hidden.device, logit_dtype(weight.dtype)))
-
-
-def _no_triton() -> str:
-    return "" if find_spec("triton") else "triton is not installed"
-
-
-_BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
-add_forms(
-    Kernel(
-        operation="head",
-        form="compiled",
-        function=_triton_head,
-        devices=("cuda",),
-        bounds=_BOUNDS,
-        missing=_no_triton,
-    ),
-    Kernel(operation="head", form="torch", function=_torch_head, bounds=_BOUNDS),
-    Kernel(operation="head", form="reference", function=plain.head),
-)

@@ -98,6 +98,8 @@ SIGNATURES = {
     "segments_forward": [POINTER] * 6,
     "segments_backward": [POINTER] * 10,
     "digest_rows": [POINTER] * 4 + [INT] * 2,
+    "fold_rows": [POINTER] * 4 + [INT] * 2,
+    "cotangent_rows": [POINTER] * 6 + [INT] * 2,
 }
 FAILS = ("attend", "pick", "segments_forward", "segments_backward")
 """Functions that return how much of their work failed."""
@@ -122,6 +124,7 @@ class Kernels:
         self.gate_rows, self.gate_rows_back = library.gate_rows, library.gate_rows_back
         self.segments_forward, self.segments_backward = library.segments_forward, library.segments_backward
         self.transposed, self.digest_rows = library.transposed, library.digest_rows
+        self.fold_rows, self.cotangent_rows = library.fold_rows, library.cotangent_rows
 
     def attend(
         self,

@@ -45,7 +45,7 @@ def head(
     targets: Tensor,
     transform: Transform,
     want_entropy: bool,
-    tile: tuple[int, int],
+    tile: object,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy) [M] over all logits [M, V] at once, differentiated by autograd."""
     dtype = torch.promote_types(weight.dtype, torch.float32)

@@ -3,7 +3,7 @@
 A tile is the matrix of scores of some tokens and one block of ids. The scores z of one token are read block by block.
 Three numbers are kept of what was read: the largest score m, the mass S = sum exp(z - m), and U = sum exp(z - m)
 (z - m). At the end log sum exp(z) = m + log S, and the entropy is log S - U / S. A new block can raise m; then S and U
-are rescaled. With a single block, log sum exp(z) has the bits of `torch.logsumexp`.
+are rescaled. With a single block, log sum exp(z) of torch's form has the bits of `torch.logsumexp`.
 
 Axis letters: C tokens of one tile, B ids of one block, K named ids of each token.
 """
@@ -19,19 +19,32 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TileForm:
-    """One way to compute the two operations on a tile. Both may overwrite the scores they are given."""
+    """One way to compute the two operations on a tile. Neither changes the scores it is given."""
 
     fold: Callable[[Tensor, bool, bool], tuple[Tensor, Tensor, Tensor | None]]
     """(z [C, B], want_entropy, masked) -> m, S, and U or None, [C] each. `masked`: some scores may be -inf."""
-    cotangent: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, bool], Tensor]
-    """(z [C, B], norm [C], named [C, K], by_logp [C, K], by_entropy [C] or None, entropy [C], masked) -> the gradient
-    [C, B] with respect to z. `named` are ids of the block; those that lie outside of it are ignored."""
+    cotangent: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, bool, Tensor], Tensor]
+    """(z [C, B], norm [C], named [C, K], by_logp [C, K], by_entropy [C] or None, entropy [C], masked, out [C, B]) ->
+    `out`, the gradient with respect to z. `out` may be z itself, which is then lost. `named` are ids of the block;
+    those that lie outside of it are ignored."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the scores of M tokens and V ids are cut."""
+
+    rows: int
+    """Most tokens of a tile."""
+    ids: int
+    """Most ids of a tile."""
+    kept: bool = False
+    """Whether the scores of all tiles are kept for the backward pass, which otherwise computes them again."""
 
 
 def fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `TileForm.fold`."""
     most = z.amax(1).clamp_min_(torch.finfo(z.dtype).min)
-    q = z.sub_(most[:, None])
+    q = z - most[:, None]
     if not want_entropy:
         return most, q.exp_().sum(1), None
     p = q.exp()
@@ -48,10 +61,11 @@ def cotangent(
     by_entropy: Tensor | None,
     entropy: Tensor,
     masked: bool,
+    out: Tensor,
 ) -> Tensor:
     """See `TileForm.cotangent`. With p the distribution and H its entropy: d logp_t / dz = onehot(t) - p, and
     d H / dz_i = -p_i (log p_i + H)."""
-    q, total = z.sub_(norm[:, None]), by_logp.sum(1, keepdim=True)
+    q, total = torch.sub(z, norm[:, None], out=out), by_logp.sum(1, keepdim=True)
     if by_entropy is None:
         d = q.exp_().mul_(-total)
     else:
@@ -65,6 +79,34 @@ def cotangent(
 
 
 TORCH = TileForm(fold, cotangent)
+
+
+def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width: int) -> float:
+    """How far a form is from torch's operations, relative to the largest number, on a small tile of `width` ids, with
+    banned ids, a row without any id, and large scores. nan where one has nan."""
+    rows, made = 5, torch.Generator().manual_seed(0)
+    z = torch.randn(rows, width, generator=made, dtype=torch.float64) * 3
+    z[1, ::3], z[2, :], z[3, width - 1] = -torch.inf, -torch.inf, 500.0
+    z, by = z.to(device, dtype), torch.randn(4, rows, generator=made, dtype=torch.float64).to(device, dtype)
+    named = torch.tensor([[1, width - 1], [4, -3], [0, 0], [width + 5, 2], [7, 7]], device=device)
+    worst = 0.0
+    for want in (False, True):
+        norm = torch.logsumexp(z, 1).nan_to_num(neginf=0.0)
+        given = norm, named, by[:2].t(), by[2] if want else None, by[3], True
+        found = [
+            [
+                *f.fold(z, want, True),
+                f.cotangent(z, *given, torch.empty_like(z)),
+                f.cotangent(*(x := z.clone(), *given), x),
+            ]
+            for f in (form, TORCH)
+        ]
+        for ours, theirs in zip(*found, strict=True):
+            if ours is not None and theirs is not None:
+                largest = theirs.abs().nan_to_num(posinf=0.0).clamp_max(1e30).max().clamp_min(1.0)
+                gaps = torch.where(ours == theirs, 0.0, (ours - theirs).abs() / largest)
+                worst = max(worst, float(gaps.max())) if not bool(gaps.isnan().any()) else float("nan")
+    return worst
 
 
 def within(named: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -92,6 +92,11 @@ class LogitTransform:
         """Whether there may be tokens that cannot be said."""
         return self.sets is not None or (self.rules is not None and self.rules.bans)
 
+    @property
+    def sloped(self) -> bool:
+        """Whether the backward may need factors that `scores` makes."""
+        return self.softcap is not None or self.rules is not None
+
     def outside(self, z: Tensor) -> Tensor | None:
         """bool [C, V]: tokens that cannot be said; None where all can."""
         return torch.isneginf(z) if self.masked else None

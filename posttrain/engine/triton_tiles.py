@@ -53,19 +53,21 @@ def _fold_rows(z, most, mass, spread, width, stride, LOWEST: tl.constexpr, SPREA
 
 
 @triton.jit
-def _cotangent_rows(z, norm, total, by_entropy, entropy, width, stride, SPREAD: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program overwrites `COLUMNS` scores of one row with -(g_logp + g_H (q + H)) p."""
+def _cotangent_rows(
+    z, out, norm, total, by_entropy, entropy, width, stride, to, SPREAD: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """One program writes -(g_logp + g_H (q + H)) p of `COLUMNS` scores of one row. `stride`, `to`: numbers from one row
+    of z and of out to the next."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    place = z + row * stride + columns
-    q = tl.load(place, mask=columns < width, other=float("-inf")) - tl.load(norm + row)
+    q = tl.load(z + row * stride + columns, mask=columns < width, other=float("-inf")) - tl.load(norm + row)
     by = tl.load(total + row)
     if SPREAD:
         known = tl.where(q == float("-inf"), 0.0, q)
         d = -(by + tl.load(by_entropy + row) * (known + tl.load(entropy + row))) * tl.exp(q)
     else:
         d = -by * tl.exp(q)
-    tl.store(place, d, mask=columns < width)
+    tl.store(out + row * to + columns, d, mask=columns < width)
 
 
 def fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -79,17 +81,25 @@ def fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, T
 
 
 def cotangent(
-    z: Tensor, norm: Tensor, named: Tensor, by_logp: Tensor, by_entropy: Tensor | None, entropy: Tensor, masked: bool
+    z: Tensor,
+    norm: Tensor,
+    named: Tensor,
+    by_logp: Tensor,
+    by_entropy: Tensor | None,
+    entropy: Tensor,
+    masked: bool,
+    out: Tensor,
 ) -> Tensor:
-    """See `TileForm.cotangent`. The scores become the gradient in place."""
+    """See `TileForm.cotangent`."""
     rows, width = z.shape
     place, inside = tiles.within(named, width)
     total, spread = by_logp.sum(1), by_entropy is not None
     if rows:
         given = (total, norm if by_entropy is None else by_entropy.contiguous(), entropy if spread else norm)
         size = _columns(width)
-        _launch(_cotangent_rows, (rows, triton.cdiv(width, size)), z, norm, *given, width, z.stride(0), spread, size)
-    return z.scatter_add_(1, place, by_logp.masked_fill(~inside, 0))
+        sizes = width, z.stride(0), out.stride(0), spread, size
+        _launch(_cotangent_rows, (rows, triton.cdiv(width, size)), z, out, norm, *given, *sizes)
+    return out.scatter_add_(1, place, by_logp.masked_fill(~inside, 0))
 
 
 TRITON = TileForm(fold, cotangent)
@@ -111,7 +121,7 @@ def proved(device: torch.device, dtype: torch.dtype) -> TileForm:
         EngineError: it does not agree, or it cannot be compiled here.
     """
     try:
-        gap = largest_gap(device, dtype)
+        gap = tiles.largest_gap(TRITON, device, dtype, COLUMNS + 37)
     except Exception as error:  # a compiler and a driver raise errors of any kind
         first = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise EngineError(
@@ -125,28 +135,3 @@ def proved(device: torch.device, dtype: torch.dtype) -> TileForm:
             f" the versions of torch ({torch.__version__}) and triton ({triton.__version__})"
         )
     return TRITON
-
-
-def largest_gap(device: torch.device, dtype: torch.dtype) -> float:
-    """Of all numbers of both operations on a small tile, with banned ids, a row without any id, large scores, and more
-    columns than a program reads at once. nan where one form has nan."""
-    rows, width = 5, COLUMNS + 37
-    made = torch.Generator().manual_seed(0)
-    z = torch.randn(rows, width, generator=made, dtype=torch.float64) * 3
-    z[1, ::3], z[2, :], z[3, width - 1] = -torch.inf, -torch.inf, 500.0
-    z, by = z.to(device, dtype), torch.randn(4, rows, generator=made, dtype=torch.float64).to(device, dtype)
-    named = torch.tensor([[1, width - 1], [4, -3], [0, 0], [width + 5, 2], [7, 7]], device=device)
-    worst = 0.0
-    for want in (False, True):
-        norm = torch.logsumexp(z, 1).nan_to_num(neginf=0.0)
-        spread = by[2] if want else None
-        found = [
-            [*form.fold(z.clone(), want, True), form.cotangent(z.clone(), norm, named, by[:2].t(), spread, by[3], True)]
-            for form in (TRITON, tiles.TORCH)
-        ]
-        for ours, theirs in zip(*found, strict=True):
-            if ours is not None and theirs is not None:
-                largest = theirs.abs().nan_to_num(posinf=0.0).clamp_max(1e30).max().clamp_min(1.0)
-                gaps = torch.where(ours == theirs, 0.0, (ours - theirs).abs() / largest)
-                worst = max(worst, float(gaps.max())) if not bool(gaps.isnan().any()) else float("nan")
-    return worst

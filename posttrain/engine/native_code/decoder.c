@@ -14,6 +14,7 @@
 #include "training.h"
 #include "segments.h"
 #include "digest.h"
+#include "head.h"
 
 /* Sizes of a decoder: hidden width, features between gate and up, query heads, key-value heads, head width. */
 struct sizes {
