@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from posttrain.core.bins import balanced, bins
+from posttrain.core.bins import Room, alike, balanced, bins, saved
 from posttrain.core.errors import InvariantError
 from posttrain.core.routed import check_routed, packed_routed
 from posttrain.core.sampling import Sampling
@@ -221,18 +222,23 @@ class Packed:
             room -= size
         return self.cut([np.array(p) for p in parts])
 
-    def bins(self, max_tokens: int) -> list[np.ndarray]:
+    def bins(self, max_tokens: int, once: bool = False) -> list[np.ndarray]:
         """Episodes of each micro-batch: whole units, at most `max_tokens` packed tokens (one unit may exceed it). They
-        are few, and units that begin alike are together (`core.bins`)."""
+        are few, and units that begin alike are together (`core.bins`).
+
+        Args:
+            once: what segments begin with alike takes room once.
+        """
         sizes = self._sizes_E()
         if sizes.sum() <= max_tokens:
             return [np.arange(self.episodes)]
         members = [self.members(u) for u in range(self.units)]
-        starts = np.cumsum(self.lengths_S) - self.lengths_S
-        first_E = np.searchsorted(self.sequence_S, np.arange(self.episodes))
-        firsts = [first_E[m[0]] for m in members]
-        keys = [self.ids_N[starts[s] : starts[s] + self.lengths_S[s]] for s in firsts]
-        found = bins(keys, [int(sizes[m].sum()) for m in members], max_tokens)
+        parts = np.split(self.ids_N, np.cumsum(self.lengths_S)[:-1])
+        begin = np.searchsorted(self.sequence_S, [m[0] for m in members])
+        within = [parts[a:b] for a, b in pairwise([*begin.tolist(), len(parts)])]
+        total = [sum(map(len, unit)) for unit in within]
+        own = [n - sum(saved(alike(x, y)) for x, y in pairwise(u)) for n, u in zip(total, within, strict=True)]
+        found = bins([unit[0] for unit in within], total, Room(max_tokens, once), own if once else total)
         return [np.concatenate([members[u] for u in units]) for units in found]
 
     def shares(self, world: int) -> list[np.ndarray]:

@@ -3,6 +3,8 @@
 What begins alike is computed once where it lies in one micro-batch: the prompt of siblings, earlier turns of an
 episode, the question of a pair. So sequences are first joined to families, and the families are packed.
 
+Where a learner computes such beginnings once, they take room once, and more fits into a micro-batch.
+
 Worked example: room for 10 tokens, sequences [p p p a], [q q q b], [p p p c] and [d d d d d]. The first and the third
 are a family of 8 tokens. In order of size: (p..a, p..c), (d d d d d), (q..b) -> the bins are {1st, 3rd} and {4th, 2nd}.
 """
@@ -10,33 +12,65 @@ are a family of 8 tokens. In order of size: (p..a, p..c), (d d d d d), (q..b) ->
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 LEAST = 8
 """Fewest tokens that are worth to be shared."""
+SLACK = 8
+"""Beginnings that differ by fewer tokens may be computed as the shortest of them."""
+WORTH = 0.1
+"""Least share of a micro-batch's positions that must be saved; below it all are computed as they are."""
+PACKED = 2
+"""Most tokens of a micro-batch whose beginnings are computed once, in rooms: hidden states that are read, and on some
+devices keys and values, lie in memory once for every token."""
 
 
-def bins(keys: Sequence[np.ndarray], sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Indices of each bin, ascending. A bin holds at most `room` tokens, or one item that is larger than that.
+@dataclass(frozen=True)
+class Room:
+    """How much fits into a micro-batch.
+
+    Args:
+        tokens: positions that are computed at once.
+        once: whether what several sequences begin with is computed once.
+    """
+
+    tokens: int
+    once: bool = False
+
+    def holds(self, packed: Any, own: Any) -> Any:
+        """Whether items of `packed` tokens fit, of which `own` positions are computed where they are shared. Numbers or
+        arrays."""
+        shared = (own <= self.tokens) & (packed <= PACKED * self.tokens) & (own <= (1 - WORTH) * packed)
+        return (packed <= self.tokens) | (shared if self.once else False)
+
+
+def saved(shared: int) -> int:
+    """Positions that a sequence saves for certain, of which this many tokens are those of another's beginning."""
+    return shared - SLACK + 1 if shared >= LEAST else 0
+
+
+def bins(keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, own: Sequence[int]) -> list[list[int]]:
+    """Indices of each bin, ascending. A bin holds what has room, or one item that is larger than that.
 
     Args:
         keys: the tokens with which each item begins.
         sizes: tokens of each item.
+        own: positions of each that are computed: `sizes` where nothing is computed once, or of one sequence each.
     """
-    found = families(keys, sizes, room)
-    total = [sum(sizes[i] for i in family) for family in found]
-    order = sorted(range(len(found)), key=lambda f: (-total[f], found[f][0]))
-    out, free = list[list[int]](), np.zeros(len(found), np.int64)
+    found, packed_F, own_F = families(keys, sizes, room, own)
+    order = sorted(range(len(found)), key=lambda f: (-own_F[f], -packed_F[f], found[f][0]))
+    out, held = list[list[int]](), np.zeros((2, len(found)), np.int64)
     for f in order:
-        fits = np.flatnonzero(free[: len(out)] >= total[f])
+        fits = np.flatnonzero(room.holds(held[0, : len(out)] + packed_F[f], held[1, : len(out)] + own_F[f]))
         at = int(fits[0]) if len(fits) else len(out)
         if at == len(out):
             out.append([])
-            free[at] = room
         out[at] += found[f]
-        free[at] -= total[f]
+        held[:, at] += packed_F[f], own_F[f]
     return [sorted(b) for b in out]
 
 
@@ -55,23 +89,29 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(part) for part in out]
 
 
-def families(keys: Sequence[np.ndarray], sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Items that begin with the same tokens, as far as a family fits into `room`; those that share most are joined
-    first."""
+def families(
+    keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, own: Sequence[int]
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """Items that begin with the same tokens, as far as a family has room; those that share most are joined first. With
+    the tokens of each family, and the positions of it that are computed."""
     order = sorted(range(len(keys)), key=lambda i: keys[i].astype(">u4").tobytes())
     shared = [alike(keys[a], keys[b]) for a, b in pairwise(order)]
     parts = [[i] for i in order]
     where = list(range(len(order)))
     """The family of each place in the order: the place at which it begins."""
     size = [int(sizes[i]) for i in order]
+    alone = [int(own[i]) for i in order]
     for border in sorted((b for b, n in enumerate(shared) if n >= LEAST), key=lambda b: -shared[b]):
         left, right = where[border], border + 1
-        if size[left] + size[right] <= room:
+        both = alone[left] + alone[right] - (saved(shared[border]) if room.once else 0)
+        if room.holds(size[left] + size[right], both):
             begin = left + len(parts[left])
             where[begin : begin + len(parts[right])] = [left] * len(parts[right])
             size[left] += size[right]
+            alone[left] = both
             parts[left], parts[right] = parts[left] + parts[right], []
-    return [sorted(p) for p in parts if p]
+    kept = [f for f, p in enumerate(parts) if p]
+    return [sorted(parts[f]) for f in kept], [size[f] for f in kept], [alone[f] for f in kept]
 
 
 def alike(a: np.ndarray, b: np.ndarray) -> int:

@@ -111,6 +111,11 @@ class Reference(Examiner, Protocol):
 class Learner(Examiner, Protocol):
     """The model that is trained. It owns the modules; the trainer owns the optimizer and calls backward()."""
 
+    @property
+    def computes_once(self) -> bool:
+        """Whether what several segments of a pass begin with is computed once."""
+        ...
+
     def forward(
         self,
         packed: Packed,

@@ -192,7 +192,8 @@ class Stage(Open, begin=True):
     """Its own environment or data. None: the run's."""
     optimizer: Optimizer = Optimizer()
     micro_tokens: int = 4096
-    """Packed tokens per forward and backward pass. It only splits the work and never changes the gradient."""
+    """Packed tokens per forward and backward pass. What sequences begin with alike counts once where it is computed
+    once; a pass is never of more than twice as many tokens. It only splits the work and never changes the gradient."""
     steps: int = 100
     """Most steps; fewer where a time or a target ends the stage first."""
     wall_time: float | None = None

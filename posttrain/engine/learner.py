@@ -82,6 +82,11 @@ class HFLearner:
         self._offload = offload_activations
         keep_less(policy.module, gradient_checkpointing)
 
+    @property
+    def computes_once(self) -> bool:
+        """Whether what several segments of a pass begin with is computed once."""
+        return self._reader.computes_once
+
     def forward(
         self,
         packed: Packed,

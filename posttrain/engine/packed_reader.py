@@ -56,6 +56,12 @@ class PackedReader:
         )
 
     @property
+    def computes_once(self) -> bool:
+        """Whether what several segments of a pass begin with is computed once, whatever their tokens are. Of a mixture
+        of experts it is not where samplers chose different experts for it."""
+        return isinstance(self._rows, Sharing) and self._rows.on and self.routers is None
+
+    @property
     def computed(self) -> int:
         """Positions computed so far."""
         return self._rows.computed

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import Packed, positions
+from posttrain.core.bins import WORTH
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import InvariantError
 from posttrain.core.row_gradient import whole
@@ -18,8 +19,6 @@ from posttrain.engine.packed_routing import PackedRouting, PassRouting
 from posttrain.engine.readout import ReadOut
 from posttrain.engine.tree import SharedTree, TreeLayout
 
-WORTH = 0.1
-"""Least share of the positions that must be saved; below it the segments are computed as they are."""
 PROOF = 512
 """Most tokens of the segments with which the first use is proved."""
 SCALES = (1.0, 2.0**-6, 2.0**-12)

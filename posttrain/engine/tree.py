@@ -23,15 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posttrain.core.bins import LEAST, alike
+from posttrain.core.bins import LEAST, SLACK, alike
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
 from posttrain.engine.attention import WASTE, buckets
 from posttrain.engine.kernels import kernel
 from posttrain.engine.segments import Runs
-
-SLACK = 8
-"""Runs whose shared beginnings differ by fewer tokens share the shortest of these, so that one call computes them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +104,8 @@ def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
 
 
 def _clustered(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
-    """Lengths that differ by less than `SLACK` become the smallest of them. A segment that is the one before it, whole,
-    stays so."""
+    """Lengths that differ by less than `SLACK` become the smallest of them, so that one call computes them. A segment
+    that is the one before it, whole, stays so."""
     begin: dict[int, int] = {}
     for shared in sorted(set(tree)):
         least = next((b for b in begin.values() if shared - b < SLACK), shared)

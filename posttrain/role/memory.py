@@ -93,7 +93,7 @@ def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
         lower = (
             f"a sequence is never cut, and this one is longer than micro_tokens={micro_tokens}: lower model.context or"
             " sampling.max_tokens"
-            if tokens > micro_tokens
+            if longest > micro_tokens
             else f"lower micro_tokens={micro_tokens} of the stage"
         )
         raise ConfigError(

@@ -75,7 +75,7 @@ class Packing:
     """How well the micro-batches of an optimizer step are filled, and what they share."""
 
     room: int
-    """Packed tokens that a micro-batch may have."""
+    """Positions that a micro-batch may compute, or packed tokens that it may have where nothing is shared."""
     sizes: list[int] = field(default_factory=list[int])
     computed: int = 0
 
@@ -84,7 +84,7 @@ class Packing:
         self.computed += len(micro.ids_N) if scores.computed is None else scores.computed
 
     def gauges(self) -> Gauges:
-        """A minibatch that fits into one pass wastes no room."""
+        """A minibatch that fits into one pass wastes no room, nor does a pass of more tokens, some of them shared."""
         total, passes = sum(self.sizes), len(self.sizes)
         room = sum(max(self.room, n) for n in self.sizes) if passes > 1 else total
         return {
@@ -233,7 +233,7 @@ class Trainer:
         share = batch.shard(self.ranks.rank, self.ranks.world)
         whole = np.arange(batch.episodes)
         mine = whole if share is batch else batch.shares(self.ranks.world)[self.ranks.rank]
-        bins = share.bins(self.micro_tokens) if share.episodes else []
+        bins = share.bins(self.micro_tokens, self.learner.computes_once) if share.episodes else []
         micros = share.cut(bins)
         packed = np.sort(np.concatenate([whole[:0], *bins]))
         if not np.array_equal(packed, whole[: share.episodes]) or sum(m.spoken for m in micros) != share.spoken:

@@ -13,7 +13,7 @@ from torch import nn
 
 from posttrain.algorithm.losses import Likelihood
 from posttrain.core.batch import Batch
-from posttrain.core.bins import alike, bins, families
+from posttrain.core.bins import PACKED, WORTH, Room, alike, bins, families
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Optimizer
@@ -23,6 +23,7 @@ from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import load_policy
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.engine.readout import read_out
+from posttrain.engine.sharing import _until_read  # pyright: ignore[reportPrivateUsage]
 from posttrain.engine.tree import SharedTree
 from posttrain.faults.registry import planted
 from posttrain.role.trainer import Trainer
@@ -63,19 +64,60 @@ def unique(packed: Batch) -> int:
 def test_every_item_once_and_no_bin_too_full(sizes: list[int], room: int, kinds: int) -> None:
     """Without families no packing needs less than half of the bins."""
     keys = [np.full(min(n, 20), i % kinds if kinds else i, np.int32) for i, n in enumerate(sizes)]
-    found = bins(keys, sizes, room)
+    found = bins(keys, sizes, Room(room), sizes)
     assert sorted(i for b in found for i in b) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in b) <= room or len(b) == 1 for b in found)
     if not kinds:
         least = max(sum(sizes) / room, sum(n > room / 2 for n in sizes))
         assert len(found) <= max(2 * least, 1) + sum(n > room for n in sizes)
-    for family in families(keys, sizes, room):
+    for family in families(keys, sizes, Room(room), sizes)[0]:
         assert any(set(family) <= set(b) for b in found)
 
 
 def test_first_fit_decreasing_by_hand() -> None:
     keys = [np.array([i]) for i in range(6)]
-    assert bins(keys, [4, 8, 1, 4, 2, 1], 10) == [[1, 4], [0, 2, 3, 5]]
+    sizes = [4, 8, 1, 4, 2, 1]
+    for once in (False, True):
+        assert bins(keys, sizes, Room(10, once), sizes) == [[1, 4], [0, 2, 3, 5]]
+
+
+def test_what_is_computed_once_takes_room_once_by_hand() -> None:
+    """Sequences of 20 tokens in room for 40. Two that begin with the same 15 take 20 + 20 - 8 positions, since the tree
+    may round what they share down by 7; four take 56. Two families of two make 80 tokens, twice the room."""
+    keys = [np.concatenate([np.full(15, i // 4), [100 + i] * 5]) for i in range(8)]
+    assert bins(keys, [20] * 8, Room(40), [20] * 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert bins(keys, [20] * 8, Room(60, True), [20] * 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert bins(keys, [20] * 8, Room(56, True), [20] * 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert bins(keys, [20] * 8, Room(55, True), [20] * 8) != [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for alone in ([0], [0, 4]):  # nothing shared: tokens count
+        assert bins([keys[i] for i in alone], [20] * len(alone), Room(39, True), [20] * len(alone)) == [
+            [i] for i in range(len(alone))
+        ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    prompts=st.integers(1, 8),
+    siblings=st.integers(1, 8),
+    longest=st.integers(2, 30),
+    unit=st.sampled_from([1, 2]),
+    room=st.integers(20, 400),
+)
+def test_no_pass_computes_more_positions_than_it_may(
+    seed: int, prompts: int, siblings: int, longest: int, unit: int, room: int
+) -> None:
+    """What a learner makes of each micro-batch: the tree of what is read of it, or all tokens where that saves too
+    little. The whole minibatch, each episode once. No fewer tokens than without counting once would be in a bin."""
+    parts = groups(prompts, siblings, longest, seed)
+    data = batch(parts[: len(parts) // unit * unit] or parts[:1] * unit, unit)
+    found = data.bins(room, once=True)
+    assert sorted(e for b in found for e in b) == list(range(data.episodes))
+    for micro in data.cut(found):
+        ids, lengths, _ = _until_read(micro.ids_N, micro.lengths_S, micro.source_M)
+        tree = SharedTree.of(ids, lengths)
+        computed = len(tree.first_U) if tree.saving >= WORTH else len(ids)
+        assert (computed <= room and len(micro.ids_N) <= PACKED * room) or micro.units == 1
 
 
 @settings(max_examples=30, deadline=None)
@@ -109,8 +151,22 @@ def test_the_token_saving_equals_the_packing_ratio(arch: str) -> None:
     assert len(seen) == gauges["learner/micro_batches"].sum > 2 and ratio > 1.5
     assert sum(seen) == unique(data) - data.episodes
     assert gauges["learner/shared"].mean == pytest.approx(1 - 1 / ratio, abs=1e-12)
-    room = 140 * len(seen)
+    assert max(seen) <= 140
+    sizes = [len(m.ids_N) for m in data.cut(data.bins(140, once=True))]
+    room = sum(max(140, n) for n in sizes)
+    assert sum(sizes) == len(data.ids_N) and max(sizes) > 140
     assert gauges["learner/bin_waste"].mean == pytest.approx(1 - len(data.ids_N) / room, abs=1e-12)
+
+
+@pytest.mark.parametrize(("arch", "share"), [("qwen3", True), ("qwen3", False), ("qwen3_moe", True)])
+def test_room_counts_once_only_what_is_computed_once(arch: str, share: bool) -> None:
+    """Not without `share_prefixes`, nor of a mixture of experts, whose routers may have chosen otherwise."""
+    data = batch(groups(6, 4, 12, 0))
+    learner = HFLearner(replace(load_policy(tiny(arch, context=192), ALPHABET, 0), share_prefixes=share))
+    assert learner.computes_once == (share and arch == "qwen3")
+    trainer = Trainer(learner, StageOptimizer(learner.parameters(), Optimizer(lr=1e-3)), micro_tokens=140)
+    assert trainer.step(data, Likelihood())["learner/micro_batches"].sum == len(data.bins(140, learner.computes_once))
+    assert len(data.bins(140, once=True)) < len(data.bins(140))
 
 
 def gradient(data: Batch, micro_tokens: int) -> list[torch.Tensor]:

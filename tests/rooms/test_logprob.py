@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
@@ -164,22 +165,47 @@ def test_large_logits_stay_finite() -> None:
     )
 
 
-def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The widest matrix made, in forward and backward, has at most `chunk` rows."""
+@pytest.mark.parametrize("kept", [False, True])
+def test_never_more_than_a_chunk_of_logits(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widest matrix made, in forward and backward, has at most `chunk` rows. Where all scores are kept, the
+    backward makes none."""
     seen: list[int] = []
     whole = transform.logits
     monkeypatch.setattr(transform, "logits", lambda h, *rest: seen.append(h.shape[0]) or whole(h, *rest))
     monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", {"cpu": 4 * V})
     monkeypatch.setattr(logprob, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(logprob, "KEPT_ELEMENTS", {"cpu": 7 * V if kept else 7 * V - 1})
     h, w, b = inputs()
     logprobs(h, w, b, targets(), sampling=Sampling())[0].sum().backward()
-    assert seen == [4, 3, 4, 3]
+    assert seen == [4, 3] * (1 if kept else 2)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("block", [None, 6])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_kept_scores_change_no_bit(
+    case: Case, block: int | None, kernels: KernelChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs, entropies, and gradients, taken twice: the kept scores are not overwritten."""
+    found = list[list[torch.Tensor]]()
+    for most in (0, 7 * V):
+        monkeypatch.setattr(logprob, "KEPT_ELEMENTS", {"cpu": most})
+        ours = [x for x in inputs(torch.float32, case.bias) if x is not None]
+        given = [*ours, *[None] * (3 - len(ours)), targets()]
+        made = logprobs(*given, **case.arguments(), want_entropy=True, chunk=4, block=block, kernels=kernels)
+        total = made[0].sum() + 0.3 * made[1].sum()  # type: ignore[union-attr]
+        twice = [torch.autograd.grad(total, ours, retain_graph=True) for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(*twice, strict=True))
+        found.append([*made, *twice[0]])  # type: ignore[list-item]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_never_more_than_a_block_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every matrix of logits has at most `block` columns, and each block of the weight is read once for all tokens."""
     seen: list[tuple[int, int]] = []
     whole = transform.logits
+    monkeypatch.setattr(logprob, "KEPT_ELEMENTS", {"cpu": 0})
     monkeypatch.setattr(
         transform, "logits", lambda h, w, *rest: seen.append((h.shape[0], w.shape[0])) or whole(h, w, *rest)
     )
@@ -193,7 +219,7 @@ def test_one_block_has_the_bits_of_logsumexp() -> None:
         g = torch.Generator().manual_seed(vocabulary)
         h, w = torch.randn(50, 16, generator=g), torch.randn(vocabulary, 16, generator=g)
         said = torch.randint(0, vocabulary, (50,), generator=g)
-        logp, _ = logprobs(h, w, None, said, sampling=Sampling())
+        logp, _ = logprobs(h, w, None, said, sampling=Sampling(), kernels="torch")
         z = transform.logits(h, w, None)
         assert torch.equal(logp, z.gather(1, said[:, None])[:, 0] - z.logsumexp(1))
 
