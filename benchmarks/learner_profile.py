@@ -30,7 +30,7 @@ from side import machine, sgemm
 from torch.profiler import ProfilerActivity, profile
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "head": ("_Head",),
+    "head": ("TiledHead",),
     "optimizer": ("Optimizer.step", "aten::_fused_adam", "aten::_foreach"),
     "attention": ("aten::scaled_dot_product", "aten::_scaled_dot_product", "ScaledDotProduct"),
     "shared beginnings and rows": ("_Padded", "_Joined", "SelectRows", "SpreadRows", "CollectRows", "LookedUp"),

@@ -117,7 +117,8 @@ REGISTRY: dict[str, Definition] = {
         "few; raise micro_tokens where memory allows",
     ),
     "learner/bin_waste": Definition(
-        "share of the room of a step's micro-batches (micro_tokens each) that no token fills; 0 for a single one",
+        "share of the room of a step's micro-batches (micro_tokens each) that no token fills; 0 for a single one, and"
+        " of a pass of more tokens, some computed once",
         "share",
         "< 0.3; above: micro_tokens is little more than one family of sequences",
     ),

@@ -23,7 +23,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
 from posttrain.engine.kernels import kernel
 from posttrain.engine.logit_rules import LogitRules
-from posttrain.engine.tiled_head import Head, block_of, picked
+from posttrain.engine.tiled_head import TiledHead, block_of, picked
 from posttrain.engine.tiles import TORCH, Blocks, Tile, each, normalised, within
 from posttrain.engine.transform import KeptMask, KeptSets, LogitTransform, logit_dtype
 
@@ -108,7 +108,7 @@ def candidates(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
     tile = _tile(hidden, weight, transform)
-    logp, _ = Head.apply(hidden, weight, bias, ids_MK.long(), transform, False, tile, TORCH)
+    logp, _ = TiledHead.apply(hidden, weight, bias, ids_MK.long(), transform, False, tile, TORCH)
     return logp.clamp_min(torch.finfo(logp.dtype).min)
 
 

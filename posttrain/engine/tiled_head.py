@@ -30,7 +30,7 @@ def picked(x: Tensor, named: Tensor) -> Tensor:
     return x.gather(1, place).masked_fill_(~inside, 0)
 
 
-class Head(torch.autograd.Function):
+class TiledHead(torch.autograd.Function):
     """The head's autograd function. It saves its inputs, the normaliser and the entropy [M], and the backward computes
     each tile's scores again unless they were kept. The outer loop is over the vocabulary, so a block of the weight is
     converted once."""
@@ -115,13 +115,13 @@ def _sum_for(grad: Tensor, first: int, width: int, dtype: torch.dtype) -> Tensor
 
 
 def _torch_head(*given: Any) -> tuple[Tensor, Tensor]:
-    return Head.apply(*given, TORCH)  # pyright: ignore[reportReturnType]
+    return TiledHead.apply(*given, TORCH)  # pyright: ignore[reportReturnType]
 
 
 def _native_head(*given: Any) -> tuple[Tensor, Tensor]:
     """The same tiles, with compiled code in place of torch's operations. EngineError where it does not agree with
     torch's; they are compared before they are first used."""
-    return Head.apply(*given, native_tiles.proved())  # pyright: ignore[reportReturnType]
+    return TiledHead.apply(*given, native_tiles.proved())  # pyright: ignore[reportReturnType]
 
 
 def _triton_head(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def _triton_head(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Te
     torch's on this device; they are compared before they are first used."""
     from posttrain.engine.triton_tiles import proved
 
-    return Head.apply(hidden, weight, *rest, proved(hidden.device, logit_dtype(weight.dtype)))
+    return TiledHead.apply(hidden, weight, *rest, proved(hidden.device, logit_dtype(weight.dtype)))
 
 
 def _no_triton() -> str:

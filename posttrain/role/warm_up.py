@@ -22,7 +22,8 @@ from posttrain.role.trainer import Trainer
 def largest(stage: Stage, context: int, ids: np.ndarray) -> Packed:
     """The largest micro-batch: `micro_tokens` of made-up text in the longest sequences.
 
-    A sequence is never cut. So where an answer alone may be longer than `micro_tokens`, it is one such sequence.
+    A sequence is never cut. So where an answer alone may be longer than `micro_tokens`, it is one such sequence. A pass
+    of more tokens, some of which are computed once, computes no more positions than this one.
 
     Args:
         context: most tokens of a sequence.
