@@ -164,9 +164,8 @@ class Learner(Examiner, Protocol):
     def shards(self) -> Iterable[Shard]:
         """The policy's weights in this process, under the names of the Hugging Face module. Tied weights come once.
 
-        A learner in one process has one whole shard per weight. One of several learners has only its own parts. With an
-        adapter over frozen weights, the adapter's tensors are enough. `fingerprint` is that of the whole tensors,
-        however they are cut.
+        One of several learners has only its own parts, any other one whole shard per weight; the adapter's tensors are
+        enough over frozen weights. `fingerprint` is that of the whole tensors, however they are cut.
         """
         ...
 
@@ -222,10 +221,7 @@ class Utterance:
 
 
 def _no_tokens(characters: int) -> int:
-    raise InvariantError(
-        "this attempt was written without tokens, so a verdict about a step has no end in it: give Attempt a"
-        " spoken_upto"
-    )
+    raise InvariantError("an attempt written without tokens: no step of it has an end. Give Attempt a spoken_upto")
 
 
 @dataclass(frozen=True)
@@ -348,8 +344,7 @@ class Environment(Protocol):
 
     @property
     def abilities(self) -> Abilities:
-        """Its optional abilities, beside playing and judging. A class that does not derive from this one writes
-        `abilities = Abilities()`."""
+        """Beside playing and judging. A class that does not derive from this one writes `abilities = Abilities()`."""
         return Abilities()
 
     async def play(self, task: Task, talk: Talk) -> Stop:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,11 +81,14 @@ def cotangent(
 TORCH = TileForm(fold, cotangent)
 
 
-def _made(form: TileForm, z: Tensor, want: bool, given: tuple[Any, ...]) -> list[Tensor | None]:
+def _made(form: TileForm, z: Tensor, norm: Tensor, named: Tensor, by: Tensor, want: bool) -> list[Tensor | None]:
     """What both operations make of these scores, the scores after both, and the gradient in their own place."""
     kept, lost = z.clone(), z.clone()
-    made = [*form.fold(kept, want, True), form.cotangent(kept, *given, torch.empty_like(z))]
-    return [*made, kept, form.cotangent(lost, *given, lost)]
+
+    def gradient(x: Tensor, out: Tensor) -> Tensor:
+        return form.cotangent(x, norm, named, by[:2].t(), by[2] if want else None, by[3], True, out)
+
+    return [*form.fold(kept, want, True), gradient(kept, torch.empty_like(z)), kept, gradient(lost, lost)]
 
 
 def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width: int) -> float:
@@ -100,8 +102,7 @@ def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width:
     worst = 0.0
     for want in (False, True):
         norm = torch.logsumexp(z, 1).nan_to_num(neginf=0.0)
-        given = norm, named, by[:2].t(), by[2] if want else None, by[3], True
-        found = [_made(f, z, want, given) for f in (form, TORCH)]
+        found = [_made(f, z, norm, named, by, want) for f in (form, TORCH)]
         for ours, theirs in zip(*found, strict=True):
             if ours is not None and theirs is not None:
                 largest = theirs.abs().nan_to_num(posinf=0.0).clamp_max(1e30).max().clamp_min(1.0)
