@@ -44,8 +44,7 @@ def cotangent(
     assert out.is_contiguous() and all(x.dtype == torch.float32 for x in (z, out, *rows))
     addresses = [x.data_ptr() for x in rows] if by_entropy is not None else [*(x.data_ptr() for x in rows), None, None]
     native.library().cotangent_rows(z.data_ptr(), *addresses, out.data_ptr(), *z.shape)
-    place, inside = tiles.within(named, z.shape[1])
-    return out.scatter_add_(1, place, by_logp.masked_fill(~inside, 0))
+    return tiles.with_named(out, named, by_logp)
 
 
 NATIVE = TileForm(fold, cotangent)

@@ -74,8 +74,7 @@ def cotangent(
             q.masked_fill_(torch.isneginf(q), 0)
         # -(g_logp + g_H (q + H)) p
         d = q.add_(entropy[:, None]).mul_(by_entropy[:, None]).add_(total).mul_(p).neg_()
-    place, inside = within(named, z.shape[1])
-    return d.scatter_add_(1, place, by_logp.masked_fill(~inside, 0))
+    return with_named(d, named, by_logp)
 
 
 TORCH = TileForm(fold, cotangent)
@@ -114,6 +113,12 @@ def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width:
 def within(named: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """(place, inside): a valid column of each named id in a block of `width` ids, and whether the id lies in it."""
     return named.clamp(0, width - 1), (named >= 0) & (named < width)
+
+
+def with_named(d: Tensor, named: Tensor, by_logp: Tensor) -> Tensor:
+    """`d` [C, B] with each token's `by_logp` [C, K] added at its named ids, in place."""
+    place, inside = within(named, d.shape[1])
+    return d.scatter_add_(1, place, by_logp.masked_fill(~inside, 0))
 
 
 class RunningSoftmax:

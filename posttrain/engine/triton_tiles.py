@@ -92,14 +92,13 @@ def cotangent(
 ) -> Tensor:
     """See `TileForm.cotangent`."""
     rows, width = z.shape
-    place, inside = tiles.within(named, width)
     total, spread = by_logp.sum(1), by_entropy is not None
     if rows:
         given = (total, norm if by_entropy is None else by_entropy.contiguous(), entropy if spread else norm)
         size = _columns(width)
         sizes = width, z.stride(0), out.stride(0), spread, size
         _launch(_cotangent_rows, (rows, triton.cdiv(width, size)), z, out, norm, *given, *sizes)
-    return out.scatter_add_(1, place, by_logp.masked_fill(~inside, 0))
+    return tiles.with_named(out, named, by_logp)
 
 
 TRITON = TileForm(fold, cotangent)

@@ -108,7 +108,7 @@ def test_no_pass_computes_more_positions_than_it_may(
     seed: int, prompts: int, siblings: int, longest: int, unit: int, room: int
 ) -> None:
     """What a learner makes of each micro-batch: the tree of what is read of it, or all tokens where that saves too
-    little. The whole minibatch, each episode once. No fewer tokens than without counting once would be in a bin."""
+    little. All of the minibatch, each episode once."""
     parts = groups(prompts, siblings, longest, seed)
     data = batch(parts[: len(parts) // unit * unit] or parts[:1] * unit, unit)
     found = data.bins(room, once=True)

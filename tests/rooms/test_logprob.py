@@ -192,11 +192,12 @@ def test_kept_scores_change_no_bit(
         monkeypatch.setattr(logprob, "KEPT_ELEMENTS", {"cpu": most})
         ours = [x for x in inputs(torch.float32, case.bias) if x is not None]
         given = [*ours, *[None] * (3 - len(ours)), targets()]
-        made = logprobs(*given, **case.arguments(), want_entropy=True, chunk=4, block=block, kernels=kernels)
-        total = made[0].sum() + 0.3 * made[1].sum()  # type: ignore[union-attr]
+        logp, entropy = logprobs(*given, **case.arguments(), want_entropy=True, chunk=4, block=block, kernels=kernels)
+        assert entropy is not None
+        total = logp.sum() + 0.3 * entropy.sum()
         twice = [torch.autograd.grad(total, ours, retain_graph=True) for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*twice, strict=True))
-        found.append([*made, *twice[0]])  # type: ignore[list-item]
+        found.append([logp, entropy, *twice[0]])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
 
