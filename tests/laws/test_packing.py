@@ -89,6 +89,11 @@ def test_what_is_computed_once_takes_room_once_by_hand() -> None:
     assert bins(keys, [20] * 8, Room(60, True), [20] * 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert bins(keys, [20] * 8, Room(56, True), [20] * 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert bins(keys, [20] * 8, Room(55, True), [20] * 8) != [[0, 1, 2, 3], [4, 5, 6, 7]]
+    same = [np.arange(50)] * 3  # three take 50 + 7 + 7 positions, and are 150 tokens: never more than twice the room
+    assert bins(same, [50] * 3, Room(74, True), [50] * 3) == [[0, 1], [2]]
+    assert bins(same, [50] * 3, Room(75, True), [50] * 3) == [[0, 1, 2]]
+    little = [np.append(np.arange(8), np.full(42, i)) for i in (50, 60)]  # 99 of 100: all 100 would be computed
+    assert bins(little, [50] * 2, Room(99, True), [50] * 2) == [[0], [1]]
     for alone in ([0], [0, 4]):  # nothing shared: tokens count
         assert bins([keys[i] for i in alone], [20] * len(alone), Room(39, True), [20] * len(alone)) == [
             [i] for i in range(len(alone))
