@@ -25,11 +25,15 @@ DOCS_VENV ?= .venv-docs
 # Ray brings 200 MB, so it has an environment of its own.
 RAY_VENV ?= .venv-ray
 
-.PHONY: run test test-vllm test-vllm-servers test-vllm-ahead test-vllm-workers vllm test-ray test-ray-kills test-ray-vllm prove parity docs test-docs lint everything landing clean
+.PHONY: run lab test test-vllm test-vllm-servers test-vllm-ahead test-vllm-workers vllm test-ray test-ray-kills test-ray-vllm prove parity docs test-docs lint everything landing clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
 	$(BIN)/posttrain run ladder
+
+# The interactive lessons, in a browser.
+lab: $(VENV)/run.stamp
+	$(BIN)/posttrain lab
 
 test: $(VENV)/dev.stamp
 	$(PYTEST) --dist loadfile -m "not prove"

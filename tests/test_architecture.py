@@ -16,11 +16,12 @@ ROOT = Path(__file__).parent.parent / "posttrain"
 
 FLOORS = (
     ("core",),
-    ("algorithm", "sandbox", "verifier", "environment", "data", "plan", "diagnose", "toy"),
-    ("role", "engine"),
+    ("algorithm", "sandbox", "verifier", "environment", "data", "plan", "diagnose"),
+    ("role", "engine", "toy"),
     ("checks", "controller", "search"),
     ("recipe", "faults"),
     ("api",),
+    ("web",),
     ("serve", "replay", "view", "lab"),
     ("cli",),
 )

@@ -27,6 +27,7 @@ NAMES = {
     "math_verify": "math-verify",
     "reasoning_gym": "reasoning-gym",
     "yaml": "pyyaml",
+    "markdown_it": "markdown-it-py",
 }
 """Import names that are not the names of their packages."""
 OWN_ENVIRONMENT = {

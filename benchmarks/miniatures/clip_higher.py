@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
-from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO
 from posttrain.core.pieces.trust import Clip
 from posttrain.toy.answers import Answers, ask, siblings
 from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
 
 PROMPTS, G, FREE, VOCAB, SKEW, STEPS, PUSH = 16, 8, 3, 16, 1.5, 60, 0.05
 RIGHT, PLATEAU = 0.02, 0.3
@@ -53,7 +53,7 @@ def train(world: str, a: Algorithm, updates: int, seed: int) -> np.ndarray:
     1, 3]."""
     policy, made = start(), torch.Generator().manual_seed(seed)
     step = PUSH * PROMPTS * G * (FREE + 1)
-    trainer = Trainer(a, policy, torch.optim.SGD(policy.parameters(), lr=step), G, seed, epochs=updates)
+    trainer = ToyTrainer(a, policy, torch.optim.SGD(policy.parameters(), lr=step), G, seed, epochs=updates)
     out = [(*seen(policy), 0.0)]
     for _ in range(STEPS):
         answers = ask(policy, siblings(torch.arange(PROMPTS), G), made)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
-from benchmarks.miniatures.world import Trainer, credit_by_pattern, credit_in_full
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO, OPD
 from posttrain.toy.answers import Answers, ask, imitate, logp_of, siblings
 from posttrain.toy.policies import NetworkPolicy
+from posttrain.toy.training import ToyTrainer, credit_by_pattern, credit_in_full
 
 M, LENGTH, GROUPS, G, LR, SHARE, STEPS = 7, 8, 16, 8, 1e-2, 0.9, 160
 PROMPTS = torch.arange(M * M)
@@ -46,7 +46,7 @@ def train(a: Algorithm, teacher: NetworkPolicy, target: float, most: int, seed: 
     teacher."""
     student = taught(seed, 64, 400, 0.5)
     made = torch.Generator().manual_seed(seed)
-    trainer = Trainer(a, student, torch.optim.Adam(student.parameters(), lr=LR), G, seed)
+    trainer = ToyTrainer(a, student, torch.optim.Adam(student.parameters(), lr=LR), G, seed)
     seen = [accuracy(student)]
     while seen[-1] < target and len(seen) <= most:
         answers = ask(student, siblings(torch.randint(len(PROMPTS), (GROUPS,), generator=made), G), made)

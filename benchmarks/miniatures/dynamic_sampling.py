@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
 from benchmarks.miniatures.sums import Sums
-from benchmarks.miniatures.world import Trainer, credit_by_pattern, mixed
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import DAPO
 from posttrain.toy.answers import Answers, ask, siblings
 from posttrain.toy.policies import NetworkPolicy
+from posttrain.toy.training import ToyTrainer, credit_by_pattern, mixed
 
 WORLD, GROUPS, G, STEPS, TARGET, MOST = Sums(), 16, 8, 150, 0.8, 16
 ARMS: dict[str, Algorithm] = {"asks once": replace(DAPO, filter=None), "asks again (DAPO)": DAPO}
@@ -43,7 +43,7 @@ def train(a: Algorithm, seed: int) -> dict[str, list[float]]:
     for."""
     policy = WORLD.taught(seed, hidden=64, steps=400, right=(0.98, 0.05))
     made = torch.Generator().manual_seed(seed)
-    trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=4e-3), G, seed)
+    trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=4e-3), G, seed)
     out: dict[str, list[float]] = {"accuracy": [], "share": [], "expected": [], "samples": []}
     for _ in range(STEPS):
         p = WORLD.solved(policy)

@@ -10,12 +10,12 @@ import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
 from benchmarks.miniatures.sums import Sums
-from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import CLIP_COV, GRPO, KL_COV
 from posttrain.core.pieces.token import ClipCov, KlCov
 from posttrain.core.pieces.trust import Clip
 from posttrain.toy.answers import ask, said_logp, siblings
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
 
 GROUPS, G, STEPS, INNER, LR, HIDDEN = 24, 8, 60, 4, 2e-3, 64
 WORLD = Sums(free=1, skew=1.5)
@@ -32,7 +32,7 @@ def train(a: Algorithm, seed: int) -> np.ndarray:
     """(accuracy, mean entropy a token) of every step's samples, [STEPS, 2]."""
     policy = WORLD.taught(seed, hidden=HIDDEN, steps=300, right=0.3)
     made = torch.Generator().manual_seed(seed)
-    trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed, epochs=INNER)
+    trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed, epochs=INNER)
     out: list[tuple[float, float]] = []
     for _ in range(STEPS):
         answers = ask(policy, siblings(torch.randint(WORLD.prompts, (GROUPS,), generator=made), G), made)

@@ -10,10 +10,10 @@ import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
 from benchmarks.miniatures.sums import Sums
-from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO, REINFORCE_PP, REINFORCE_PP_BASELINE
 from posttrain.toy.answers import ask, siblings
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
 
 WORLD, TRAINED, G, STEPS, LR, K = Sums(), 16, 8, 150, 4e-3, 16
 ARMS: dict[str, Algorithm] = {
@@ -29,7 +29,7 @@ def train(a: Algorithm, seed: int) -> np.ndarray:
     made = torch.Generator().manual_seed(seed)
     order = torch.randperm(WORLD.prompts, generator=made)
     trained, tested = order[:TRAINED], order[TRAINED:]
-    trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed)
+    trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed)
     out: list[tuple[float, ...]] = []
     for step in range(STEPS + 1):
         p = WORLD.solved(policy)

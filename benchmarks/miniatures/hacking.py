@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from benchmarks.miniatures.world import Trainer, credit_in_full
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import RLOO
 from posttrain.core.pieces.pull import KL
 from posttrain.toy.answers import ask, logp_of
 from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import ToyTrainer, credit_in_full
 
 LENGTH, VOCAB, PAIRS, FLIPPED, GROUPS, G, STEPS, LR = 12, 6, 500, 0.25, 8, 8, 120, 0.05
 ARMS: dict[str, Algorithm] = {
@@ -72,7 +72,7 @@ def train(
 ) -> np.ndarray:
     """(proxy, gold, KL to the start in nats an answer) of every step's samples."""
     policy, made = TabularPolicy(start.table.detach()), torch.Generator().manual_seed(seed)
-    trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed)
+    trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed)
     out: list[tuple[float, ...]] = []
     for _ in range(STEPS):
         answers = ask(policy, torch.zeros(GROUPS * G, dtype=torch.int64), made)

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.miniatures.few_prompts import ARMS, TRAINED, WORLD, K
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
-from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.toy.answers import ask, siblings
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
 
 G, STEPS, LR, EASY, EQUALLY = 64, 70, 0.1, 0.6, 0.7
 
@@ -22,7 +22,7 @@ def train(a: Algorithm, seed: int) -> np.ndarray:
     made = torch.Generator().manual_seed(seed)
     order = torch.randperm(WORLD.prompts, generator=made)
     trained, tested = order[:TRAINED], order[TRAINED:]
-    trainer = Trainer(a, policy, torch.optim.SGD(policy.parameters(), lr=LR), G, seed)
+    trainer = ToyTrainer(a, policy, torch.optim.SGD(policy.parameters(), lr=LR), G, seed)
     out: list[tuple[float, float]] = []
     for step in range(STEPS + 1):
         p = WORLD.solved(policy)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from benchmarks.miniatures.world import batch_of, credit_by_pattern, loss_of
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO, MAXRL, RLOO
 from posttrain.toy.answers import ask, siblings
 from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import batch_of, credit_by_pattern, loss_of
 
 PROMPTS, ACTIONS, G, STEPS, NORM, HARD = 64, 50, 16, 300, 0.05 * 8, 0.02
 ARMS: dict[str, Algorithm] = {"RLOO": replace(RLOO, pull=None), "GRPO": replace(GRPO, pull=None), "MaxRL": MAXRL}

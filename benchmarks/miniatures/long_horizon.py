@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
-from benchmarks.miniatures.world import batch_of, loss_of
 from posttrain.algorithm.credit import credit_step, without_credit
 from posttrain.algorithm.minibatch import IMITATE
 from posttrain.core.algorithm import Algorithm
@@ -21,6 +20,7 @@ from posttrain.core.scored import Credit
 from posttrain.core.streams import RETURN, VALUE
 from posttrain.toy.answers import Answers, ask, groups_of
 from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import batch_of, loss_of
 
 CHOICES, VOCAB, RIGHT, ANSWERS, STEPS, WARMUP = 8, 4, 0.8, 32, 45, 5
 PUSH, FIT, SLOW = 0.5, 0.3, 0.01

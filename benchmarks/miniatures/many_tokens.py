@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
 from benchmarks.miniatures.mismatch import noise
-from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.algorithm.credit import whitened
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import DPPO, GRPO, REINFORCE_PP
@@ -19,6 +18,7 @@ from posttrain.core.pieces.baseline import ToGo
 from posttrain.core.pieces.correction import Mask, Truncate
 from posttrain.toy.answers import Answers, ask, siblings
 from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
 
 PROMPTS, G, LENGTH, VOCAB, STEPS, LR, RIGHT = 8, 16, 16, 8, 60, 0.05, 0.9
 GLOBAL, LOCAL = replace(REINFORCE_PP, pull=None), replace(GRPO, pull=None)
@@ -73,7 +73,7 @@ def value(policy: TabularPolicy) -> float:
 def train(a: Algorithm, s: float, seed: int) -> tuple[list[float], list[float]]:
     """Share of right tokens before every step and after the last, and the mismatch KL of every step."""
     policy, made, worth_P = start(), torch.Generator().manual_seed(seed), worth(seed)
-    trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed)
+    trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed)
     seen, gap = [value(policy)], []
     for _ in range(STEPS):
         answers: Answers = ask(policy, siblings(torch.arange(PROMPTS), G), made, noise(s, made) if s else None)

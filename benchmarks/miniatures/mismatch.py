@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import DPPO, GRPO
 from posttrain.core.pieces.correction import Mask, Truncate
 from posttrain.toy.answers import Answers, Disturb, ask, siblings
 from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
 
 PROMPTS, G, LENGTH, VOCAB, STEPS, LR = 16, 16, 4, 6, 60, 0.05
 SAFE, RIGHT = 0.5, 0.9
@@ -64,7 +64,7 @@ def value(policy: TabularPolicy) -> float:
 def train(a: Algorithm, s: float, seed: int) -> tuple[list[float], float]:
     """Expected reward after every step, and the mismatch KL of the last ten steps."""
     policy, made = start(), torch.Generator().manual_seed(seed)
-    trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed)
+    trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed)
     seen, gap = [value(policy)], []
     for _ in range(STEPS):
         answers = ask(policy, siblings(torch.arange(PROMPTS), G), made, noise(s, made) if s else None)
@@ -80,7 +80,7 @@ def rounding_gap(kind: torch.dtype, seed: int) -> float:
     made = torch.Generator().manual_seed(seed)
     policy = TabularPolicy(3 * torch.randn(PROMPTS, LENGTH, 64, generator=made, dtype=torch.float64))
     answers = ask(policy, siblings(torch.arange(PROMPTS), G), made, rounded(kind))
-    trainer = Trainer(PLAIN, policy, torch.optim.SGD(policy.parameters(), lr=0.0), G, seed)
+    trainer = ToyTrainer(PLAIN, policy, torch.optim.SGD(policy.parameters(), lr=0.0), G, seed)
     return trainer.step(answers, np.ones(len(answers.prompt_E)))["mismatch/logp_gap"].mean
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
-from benchmarks.miniatures.world import batch_of, loss_of
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import CISPO, DAPO, DPPO, GRPO
 from posttrain.toy.answers import Answers, logp_of
 from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import batch_of, loss_of
 
 P0, BATCHES, INNER, STEP = 0.001, 40, 16, 0.05
 ARMS: dict[str, Algorithm] = {

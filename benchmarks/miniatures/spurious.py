@@ -10,10 +10,10 @@ import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
 from benchmarks.miniatures.sums import Sums
-from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO
 from posttrain.toy.answers import ask, siblings
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
 
 WORLD, GROUPS, G, STEPS, LR = Sums(), 32, 8, 60, 1e-3
 FREE = replace(GRPO, pull=None, clip=None)
@@ -31,7 +31,7 @@ def train(a: Algorithm, inner: int, honest: bool, seed: int) -> np.ndarray:
     exactly."""
     policy = WORLD.taught(seed, hidden=64, steps=400, right=0.45)
     made, coins = torch.Generator().manual_seed(seed), np.random.default_rng([seed, 19])
-    trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed, epochs=inner)
+    trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed, epochs=inner)
     everything = torch.arange(WORLD.prompts)
     out: list[tuple[float, ...]] = []
     for step in range(STEPS + 1):

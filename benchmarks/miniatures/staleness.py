@@ -12,11 +12,11 @@ import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
 from benchmarks.miniatures.sums import Sums
-from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import DECOUPLED, GRPO, M2PO
 from posttrain.toy.answers import ask, siblings
 from posttrain.toy.policies import NetworkPolicy
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
 
 WORLD, GROUPS, G, STEPS, LR = Sums(), 16, 8, 60, 4e-3
 ARMS: dict[str, Algorithm] = {
@@ -32,7 +32,7 @@ def train(a: Algorithm, eta: int, seed: int) -> tuple[list[float], float]:
     """Accuracy of the newest weights after every step, and the share of clipped tokens over the run."""
     policy = WORLD.taught(seed, hidden=64, steps=300, right=0.3)
     made = torch.Generator().manual_seed(seed)
-    trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed)
+    trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed)
     older: deque[NetworkPolicy] = deque(maxlen=eta + 1)
     seen: list[float] = []
     clipped: list[float] = []

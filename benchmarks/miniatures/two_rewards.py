@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
-from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GDPO, GRPO
 from posttrain.toy.answers import Answers, ask, imitate, siblings
 from posttrain.toy.policies import NetworkPolicy
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
 
 PROMPTS, VOCAB, G, STEPS = 32, 12, 8, 150
 WORTH = 4.0
@@ -52,7 +52,7 @@ def train(a: Algorithm, worth: float, seed: int) -> np.ndarray:
     """Share of every step's samples with the format and with the answer, [STEPS, 2]; the format is worth this much
     reward."""
     policy, truth_P, made = start(seed), truth(seed), torch.Generator().manual_seed(seed)
-    trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=2e-3), G, seed)
+    trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=2e-3), G, seed)
     out: list[np.ndarray] = []
     for _ in range(STEPS):
         answers = ask(policy, siblings(torch.arange(PROMPTS), G), made)

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from benchmarks.miniatures.world import batch_of, loss_of
 from posttrain.algorithm.credit import credit_step
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import EMA, REINFORCE, RLOO
 from posttrain.toy.answers import ask, groups_of, siblings
 from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import batch_of, loss_of
 
 SAMPLES, PROMPTS, ACTIONS, DRAWS, WARM = 64, 64, 10, 60, 3
 OTHERS = replace(RLOO, pull=None)

@@ -14,6 +14,7 @@ from posttrain.cli.commands import (
     evaluate_command,
     export_command,
     faults_command,
+    lab_command,
     ladder_command,
     new_command,
     plot_command,
@@ -44,6 +45,7 @@ COMMANDS = (
     show_command,
     export_command,
     faults_command,
+    lab_command,
 )
 """In the order in which `--help` lists them."""
 

@@ -2,6 +2,6 @@
 
 `prefixes` lists every answer of a policy, so that an expectation is a finite sum. `policies` and `answers` draw answers
 to many prompts at once. Both return the library's own types: groups of episodes, and a batch. `episodes` makes such
-groups from plain numbers. No run imports this room. It computes no credit, weights or losses; callers take these from
-`posttrain.algorithm`.
+groups from plain numbers. `training` takes a step with them: it asks `posttrain.algorithm` for credit, weights and
+loss. Nothing here computes these itself, and no run imports this room.
 """

@@ -1,7 +1,7 @@
-"""The path from the rewards of a small world (`posttrain.toy`) to a gradient and a step of an optimizer.
+"""Takes training steps in a small world: from the rewards of its answers to a gradient and a step of an optimizer.
 
-The path is the library's: `credit_step` makes credit, `weigh` the weights, `choose` the tokens, `objective` the loss.
-What is written here only remembers credit that was asked for before, and steps an optimizer.
+All that counts is the library's: `credit_step` makes credit, `weigh` the weights, `choose` the tokens, `objective` the
+loss. What is written here only remembers credit that was asked for before, and steps an optimizer.
 
 Axis letters: P prompts, G siblings, E = P * G answers of T tokens each.
 """
@@ -128,7 +128,7 @@ def loss_of(
 
 
 @dataclass(eq=False)
-class Trainer:
+class ToyTrainer:
     """A policy, its optimizer, and how a step is cut: `minibatches` of whole groups, `epochs` times."""
 
     a: Algorithm

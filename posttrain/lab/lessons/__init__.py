@@ -1,0 +1,1 @@
+"""The pages, one file each, in a folder for each part of the curriculum."""

@@ -1,0 +1,1 @@
+"""Pages 09 to 14: the algorithms, one patch each."""

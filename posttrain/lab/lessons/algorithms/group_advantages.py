@@ -1,0 +1,121 @@
+"""Page 11: the credit of a group of siblings under GRPO."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from posttrain.algorithm.credit import credit_step
+from posttrain.core.ladder import GRPO
+from posttrain.core.run import Reinforce
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Readout,
+    Slider,
+    Speech,
+    Values,
+    by_rules,
+    recorded,
+)
+from posttrain.toy.episodes import rewarded
+from posttrain.web.picture import Bars
+
+NAMES = ("a", "b", "c", "d")
+
+
+def credit(*rewards: float) -> tuple[np.ndarray, bool]:
+    """(GRPO's credit of each sibling, whether the group is silent)."""
+    made = credit_step(GRPO, rewarded(rewards), max_tokens=20, ema=0.0).groups[0]
+    return np.array([e.advantage[0][0] for e in made.episodes]), made.silent
+
+
+def said_of(rewards: list[float], silent: bool) -> tuple[Speech, ...]:
+    """What a run says whose groups all look like this one."""
+    share, solved = float(np.mean(rewards)), float(np.mean([r == 1 for r in rewards]))
+    steps = {"rollout/reward": share, "rollout/mixed": 0.0 if silent else 1.0, "rollout/solved": solved}
+    steps |= {"credit/silent": float(silent), "rollout/truncated": 0.0, "policy/kl_step": 0.0}
+    history = recorded({name: [x] * 8 for name, x in steps.items()})
+    return by_rules(history, Reinforce(name="rl", algorithm=GRPO, siblings=4))
+
+
+def compute(k: Values) -> Readout:
+    rewards = [float(k[n]) for n in NAMES]
+    ours, silent = credit(*rewards)
+    mean, std = float(np.mean(rewards)), float(np.std(rewards, ddof=1))
+    wide = ours * std / np.std(rewards) if not silent else ours
+    best = NAMES[int(np.argmax(ours))]
+    sentence = (
+        f"All rewards are equal, so the group is **silent**: it says nothing and moves nothing. Mean **{mean:.3g}**."
+        if silent
+        else f"Mean **{mean:.3g}**, std **{std:.3g}**: {best} is pushed up most, by **{ours.max():+.3g}** a token."
+    )
+    return Readout(
+        pictures=(
+            Bars("Reward of each sibling", NAMES, {"reward": rewards}, marks={"mean": mean}),
+            Bars("Credit of each sibling", NAMES, {"ours (ddof 1)": list(ours), "ddof 0": list(wide)}, low=-2, high=2),
+        ),
+        sentence=sentence,
+        values={
+            "mean": mean,
+            "std (ddof 1)": std,
+            "std (ddof 0)": float(np.std(rewards)),
+            "largest": float(ours.max()),
+        },
+        says=said_of(rewards, silent),
+    )
+
+
+LESSON = Lesson(
+    number="11",
+    name="grpo",
+    title="GRPO: a group is its own baseline",
+    part="the algorithms",
+    force="estimator",
+    minutes=6,
+    question="Four answers to one prompt: which of them is pushed up, and how hard?",
+    idea="""
+        Nobody knows how hard a prompt is. GRPO asks it several times and takes the mean reward of the siblings as what
+        was to be expected. What is left is divided by their standard deviation, so that hard and easy prompts push
+        equally hard.
+
+        Two things follow. If all siblings have one reward, there is nothing to learn: the group is silent. And one
+        lucky answer among many wrong ones gets a very large push.
+    """,
+    formula="A = (r - mean(r)) / std(r)        std with ddof 1, no epsilon; exactly 0 without spread",
+    knobs=tuple(
+        Slider(n, f"reward of {n}", default, 0, 1, 0.05) for n, default in zip(NAMES, (1.0, 0.0, 0.0, 0.0), strict=True)
+    ),
+    compute=compute,
+    breaks=(
+        Break(dict.fromkeys(NAMES, 1.0), "All answers are right, and the push is gone.", "reward_is_constant"),
+        Break(dict.fromkeys(NAMES, 0.0), "No answer is right, and the push is gone.", "too_hard"),
+    ),
+    claims=(
+        Claim("[1, 0, 1, 0]: credit of a right one, ddof 0", "curriculum 14", 1.0, lambda: _ddof0(1, 0, 1, 0)[0]),
+        Claim("[1, 1, 1, 0]: credit of a right one, ddof 0", "curriculum 14", 0.58, lambda: _ddof0(1, 1, 1, 0)[0]),
+        Claim("[1, 1, 1, 0]: credit of the wrong one, ddof 0", "curriculum 14", -1.74, lambda: _ddof0(1, 1, 1, 0)[3]),
+    ),
+    exercises=(
+        AskNumber("Rewards 1, 0, 0, 0: what is the credit of the right one?", 1.5, why="(1 - 1/4) / 0.5 = 1.5."),
+        AskChoice(
+            "All four rewards are 1. What does the group teach?",
+            ("To say more of the same", "Nothing", "To say less of it"),
+            1,
+            why="Without spread credit is exactly 0.",
+        ),
+        AskKnobs("Move the knobs until the largest credit is below 0.9.", "largest", None, 0.9, {"b": 1.0}),
+    ),
+    code=("posttrain.algorithm.credit.credit_step", "posttrain.algorithm.baseline.centred"),
+    docs="algorithms.md",
+    command="posttrain run arithmetic algorithm=grpo rl.siblings=4",
+    grid=("a", "b"),
+)
+
+
+def _ddof0(*rewards: float) -> np.ndarray:
+    ours, _ = credit(*rewards)
+    return ours * np.std(rewards, ddof=1) / np.std(rewards)

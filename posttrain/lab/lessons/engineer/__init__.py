@@ -1,0 +1,1 @@
+"""Pages 24 and 25: planted bugs, and where the time of kernels goes."""

@@ -1,0 +1,1 @@
+"""Pages 01 to 08: the six roles around the loss, and turns with tools."""

@@ -1,0 +1,133 @@
+"""Page 01: the loop on five actions, with the exact gradient beside the estimate."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from posttrain.core.ladder import REINFORCE
+from posttrain.core.run import Optimizer, Reinforce
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Readout,
+    Slider,
+    Values,
+    by_rules,
+    recorded,
+)
+from posttrain.toy.answers import ask, siblings
+from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
+from posttrain.web.picture import Bars, Curve
+
+REWARDS = torch.tensor([0.1, 0.3, 0.9, 0.4, 0.2], dtype=torch.float64)
+ACTIONS = tuple(f"action {i}" for i in range(5))
+STEPS = 120
+
+
+def probabilities(policy: TabularPolicy) -> torch.Tensor:
+    return torch.softmax(policy.table.detach()[0, 0], -1)
+
+
+def exact_gradient(policy: TabularPolicy) -> torch.Tensor:
+    """d/d logits of the expected reward, by summing over all five actions."""
+    pi = probabilities(policy)
+    return pi * (REWARDS - pi @ REWARDS)
+
+
+def compute(k: Values) -> Readout:
+    policy = TabularPolicy(torch.zeros(1, 1, 5))
+    made = torch.Generator().manual_seed(int(k["seed"]))
+    trainer = ToyTrainer(REINFORCE, policy, torch.optim.SGD(policy.parameters(), lr=k["eta"]), 1, int(k["seed"]))
+    paid, expected, far = list[float](), list[float](), list[float]()
+    estimate = exact = torch.zeros(5)
+    for _ in range(STEPS):
+        answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), int(k["samples"])), made)
+        rewards = REWARDS[answers.tokens_ET[:, 0]].numpy()
+        before, pi, exact = policy.table.detach().clone(), probabilities(policy), exact_gradient(policy)
+        trainer.step(answers, credit_by_pattern(REINFORCE, rewards[:, None])[:, 0])
+        estimate = (policy.table.detach() - before)[0, 0] / k["eta"]
+        paid.append(float(rewards.mean()))
+        expected.append(float(probabilities(policy) @ REWARDS))
+        far.append(float(pi @ (pi.log() - probabilities(policy).log())))
+    pi = probabilities(policy)
+    best = int(pi.argmax())
+    ema = np.zeros(STEPS)
+    for i, r in enumerate(paid):
+        ema[i] = r if i == 0 else 0.9 * ema[i - 1] + 0.1 * r
+    stage = Reinforce(name="rl", algorithm=REINFORCE, optimizer=Optimizer(lr=float(k["eta"])))
+    entropy = float(-(pi * torch.log(pi.clamp_min(1e-12))).sum())
+    steps = recorded({"rollout/reward": paid, "policy/kl_step": far, "optim/lr": [float(k["eta"])] * STEPS})
+    return Readout(
+        pictures=(
+            Bars("Policy after training", ACTIONS, {"policy": pi.tolist(), "reward": REWARDS.tolist()}, low=0, high=1),
+            Curve(
+                "Expected reward by step", list(range(1, STEPS + 1)),
+                {"expected": expected, "moving mean of what was paid": ema.tolist()}, low=0, high=1,
+            ),
+            Bars("Gradient of the last step", ACTIONS, {"exact": exact.tolist(), "estimate": estimate.tolist()}),
+        ),
+        sentence=f"After {STEPS} steps the policy prefers **{ACTIONS[best]}** with probability "
+        f"**{float(pi[best]):.2f}**, which pays **{float(REWARDS[best]):.1f}**; the best pays 0.9.",
+        values={"expected reward": expected[-1], "on the best": float(pi[2]), "entropy": entropy},
+        says=by_rules(steps, stage),
+    )  # fmt: skip
+
+
+LESSON = Lesson(
+    number="01",
+    name="bandit",
+    title="The loop: sample, score, push",
+    part="the framework",
+    force="estimator",
+    minutes=6,
+    question="Can a policy get better when nobody tells it which action was right, only how much its own action paid?",
+    idea="""
+        The policy samples an action, gets a number for it, and raises the log-prob of what it did in proportion to that
+        number. On average this is the gradient of the expected reward. A single step is a guess: the estimate points
+        somewhere else than the exact gradient, which can be summed here because there are only five actions.
+
+        A small step averages the guesses. A large step believes the first one: it locks on whatever was sampled first,
+        and an action with probability near 0 is never tried again.
+    """,
+    formula="grad E[r] = E[ r * grad log pi(action) ]        five actions pay .1 .3 .9 .4 .2",
+    knobs=(
+        Slider("eta", "step size", 0.5, 0.05, 60.0, log=True),
+        Slider("samples", "samples a step", 8, 1, 32),
+        Slider("seed", "seed", 0, 0, 20),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(
+        Break(
+            {"eta": 20.0, "samples": 2},
+            "The first samples decide everything: the policy is certain, and not of the best action.",
+            "update_too_large",
+        ),
+    ),
+    claims=(
+        Claim("Expected reward of the uniform policy", "rewards .1 .3 .9 .4 .2", 0.38, lambda: float(REWARDS.mean())),
+    ),
+    exercises=(
+        AskNumber("What does a uniform policy get on average?", 0.38, why="The mean of the five rewards."),
+        AskKnobs(
+            "Find a setting with an expected reward of at least 0.89.", "expected reward", 0.89, None,
+            {"eta": 4.0, "samples": 32},
+        ),
+        AskChoice(
+            "Why does a very large step not recover?",
+            ("The gradient points away", "An action with probability 0 is never sampled again", "The reward changes"),
+            1,
+            why="What is not sampled has no log-prob to raise.",
+        ),
+    ),
+    code=("posttrain.algorithm.credit.credit_step", "posttrain.algorithm.losses.PolicyLoss"),
+    docs="algorithms.md",
+    command="posttrain run arithmetic algorithm=reinforce",
+    grid=("eta", "samples"),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Pages L1 to L6: the ladder of a small model, from its architecture to GRPO."""

@@ -1,0 +1,100 @@
+"""The lab as files: every page with readouts computed on a grid of its one or two main knobs, so that it works without
+a server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.visible import tell
+from posttrain.lab.catalog import entries, load
+from posttrain.lab.lesson import Lesson, Slider
+from posttrain.lab.overview import map_page
+from posttrain.lab.page import lesson_page
+from posttrain.lab.server import claim_rows
+from posttrain.web.local import static_files
+
+MOST = 200_000
+"""Bytes of the readouts of a page at most; the grid becomes coarser until they fit."""
+POSITIONS = (9, 7, 5, 4, 3)
+"""Positions of a slider on the grid, from fine to coarse."""
+TRAINED = 3
+"""Those of a page that trains."""
+
+
+def positions(knob: Any, count: int) -> list[Any]:
+    """Values of a knob on a grid of at most `count`: equal ways apart, the default among them."""
+    if not isinstance(knob, Slider):
+        return list(knob.tried())
+    shares = [i / (count - 1) for i in range(count)]
+    if knob.log:
+        values = [float(f"{knob.low * (knob.high / knob.low) ** s:.3g}") for s in shares]
+    else:
+        values = [knob.low + round(s * (knob.high - knob.low) / knob.step) * knob.step for s in shares]
+    near = min(range(count), key=lambda i: abs(values[i] - knob.default))
+    values[near] = knob.default
+    return list(dict.fromkeys(knob.read(min(max(v, knob.low), knob.high)) for v in values))
+
+
+def grid(lesson: Lesson, count: int) -> dict[str, Any]:
+    """Readouts on a grid of the lesson's main knobs, those of its breaks, and its claims."""
+    names = lesson.grid or tuple(k.name for k in lesson.knobs[:1])
+    known = {k.name: k for k in lesson.knobs}
+    values = [positions(known[n], count) for n in names]
+    readouts = [
+        lesson.last(lesson.read(dict(zip(names, at, strict=True)))).as_json() for at in itertools.product(*values)
+    ]
+    broken = [lesson.last(lesson.read(b.values)).as_json() for b in lesson.breaks]
+    return {
+        "knobs": list(names), "positions": values, "readouts": readouts, "breaks": broken,
+        "claims": claim_rows(lesson),
+    }  # fmt: skip
+
+
+def default_index(lesson: Lesson, found: dict[str, Any]) -> int:
+    """Where the default position of the knobs stands on a grid."""
+    known, index = {k.name: k for k in lesson.knobs}, 0
+    for name, values in zip(found["knobs"], found["positions"], strict=True):
+        index = index * len(values) + values.index(known[name].read(known[name].default))
+    return index
+
+
+def fitted(lesson: Lesson) -> tuple[str, dict[str, Any]]:
+    """(the data of a page as JSON of at most `MOST` bytes, the same as data).
+
+    Raises:
+        ConfigError: even the coarsest grid is too large; the lesson's readouts must become smaller.
+    """
+    counts = (TRAINED,) if lesson.pace == "train" else POSITIONS
+    sizes: list[int] = []
+    for count in counts:
+        found = grid(lesson, count)
+        text = json.dumps(found, separators=(",", ":"))
+        if len(text.encode()) <= MOST:
+            return text, found
+        sizes.append(len(text.encode()))
+    raise ConfigError(f"page {lesson.number}: {sizes[-1]:,} bytes of readouts, {MOST:,} are allowed; thin its curves")
+
+
+def write_site(into: Path, say: Callable[[str], None] = tell) -> int:
+    """Write all pages into a folder; returns the exit code 0."""
+    import torch
+
+    torch.set_num_threads(1)
+    (into / "data").mkdir(parents=True, exist_ok=True)
+    for name, path in static_files("posttrain.web", "posttrain.lab").items():
+        shutil.copyfile(path, into / name)
+    (into / "index.html").write_text(map_page("site"), encoding="utf-8")
+    for entry in entries():
+        lesson = load(entry.name)
+        text, found = fitted(lesson)
+        (into / "data" / f"{lesson.name}.json").write_text(text, encoding="utf-8")
+        first = found["readouts"][default_index(lesson, found)]
+        (into / f"{lesson.name}.html").write_text(lesson_page(lesson, "site", first), encoding="utf-8")
+        say(f"{lesson.number} {lesson.title}: {len(found['readouts'])} positions, {len(text) // 1000} KB")
+    return 0

@@ -1,0 +1,120 @@
+"""Every page of the lab, without a browser: each knob at its ends and in the middle, what breaks speaks by its name,
+each exercise takes its answer and refuses others. Pages that train are in the long suites."""
+
+from __future__ import annotations
+
+import math
+import re
+from inspect import cleandoc
+
+import pytest
+import torch
+
+from posttrain.core.errors import ConfigError
+from posttrain.lab.catalog import entries, find, load
+from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Readout
+from posttrain.lab.page import lesson_page, source
+
+NAMES = [e.name for e in entries()]
+
+
+played = pytest.mark.parametrize(
+    "name", [pytest.param(e.name, marks=[pytest.mark.prove] * (e.pace == "train")) for e in entries()]
+)
+every = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def sound(readout: Readout) -> None:
+    """A readout that the front end can show: pictures with rows, finite values, no lost words."""
+    shown = readout.as_json()
+    assert shown["pictures"] and all(p["rows"] and p["columns"] for p in shown["pictures"])
+    assert all(len(row) == len(p["columns"]) for p in shown["pictures"] for row in p["rows"])
+    assert readout.sentence and not re.search(r"\bnan\b|\binf\b", readout.sentence)
+    assert all(math.isfinite(v) for v in readout.values.values()), readout.values
+
+
+@played
+def test_every_knob_at_its_ends_and_in_the_middle(name: str) -> None:
+    lesson = load(name)
+    positions = [{}, *({k.name: v} for k in lesson.knobs for v in k.tried())]
+    seen = dict[str, Readout]()
+    for given in positions:
+        values = lesson.read(given)
+        if (key := repr(values)) not in seen:
+            seen[key] = lesson.last(values)
+            sound(seen[key])
+    assert len({str(r.as_json()) for r in seen.values()}) > 1, "no knob changes anything"
+
+
+@played
+def test_the_same_knobs_give_the_same_readout(name: str) -> None:
+    lesson = load(name)
+    values = lesson.read({})
+    assert lesson.last(values).as_json() == lesson.last(values).as_json()
+
+
+@played
+def test_what_breaks_training_speaks_by_its_name(name: str) -> None:
+    lesson = load(name)
+    quiet = {s.name for s in lesson.last(lesson.read({})).says}
+    for b in lesson.breaks:
+        readout = lesson.last(lesson.read(b.values))
+        sound(readout)
+        said = {s.name for s in readout.says}
+        if b.speaks is None:
+            assert not said, f"the page says that nothing speaks: {said}"
+        else:
+            assert b.speaks in said and b.speaks not in quiet, (b.speaks, said, quiet)
+
+
+@played
+def test_exercises_accept_their_answer_and_no_other(name: str) -> None:
+    lesson = load(name)
+    for e in lesson.exercises:
+        if isinstance(e, AskNumber):
+            for wrong in (e.answer * 1.5 + 1, e.answer - abs(e.answer) - 1):
+                assert abs(wrong - e.answer) > e.within * max(abs(e.answer), 1e-9)
+        elif isinstance(e, AskChoice):
+            assert 0 <= e.answer < len(e.choices) == len(set(e.choices)) and len(e.choices) >= 3
+        else:
+            assert isinstance(e, AskKnobs)
+            assert e.met(lesson.last(lesson.read(e.solved)).values), "its own solution is refused"
+            assert not e.met(lesson.last(lesson.read({})).values), "it is solved before anything was moved"
+            assert not e.met({})
+
+
+@played
+def test_claims_can_be_computed(name: str) -> None:
+    for c in load(name).claims:
+        found = c.ours()
+        assert math.isfinite(found)
+        assert c.holds(found) or c.why, f"{c.text}: claimed {c.claimed}, ours {found}; say why it does not hold"
+
+
+@every
+def test_a_page_has_what_every_page_has(name: str) -> None:
+    lesson = load(name)
+    assert len(cleandoc(lesson.idea).split()) <= 150
+    assert lesson.question.count("?") + lesson.question.count(".") >= 1
+    assert lesson.knobs or lesson.missing
+    assert 1 <= len(lesson.exercises) <= 3
+    assert lesson.breaks or lesson.number in ("23", "27") or lesson.missing
+    assert lesson.docs and lesson.command and lesson.code
+    for dotted in lesson.code:
+        assert source(dotted)[2]
+    assert set(lesson.grid) <= {k.name for k in lesson.knobs} and len(lesson.grid) <= 2
+    assert find(lesson.number).name == find(lesson.name).name == name
+    assert lesson.title in lesson_page(lesson, "server").replace("&#x27;", "'").replace("&amp;", "&")
+
+
+@every
+def test_knobs_refuse_what_is_no_position(name: str) -> None:
+    lesson = load(name)
+    for wrong in ({"no such knob": 1}, *({k.name: v} for k in lesson.knobs for v in (None, [], math.nan, 1e99, {}))):
+        with pytest.raises(ConfigError):
+            lesson.read(wrong)
