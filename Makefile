@@ -25,7 +25,7 @@ DOCS_VENV ?= .venv-docs
 # Ray brings 200 MB, so it has an environment of its own.
 RAY_VENV ?= .venv-ray
 
-.PHONY: run lab test test-vllm test-vllm-servers test-vllm-ahead test-vllm-workers vllm test-ray test-ray-kills test-ray-vllm prove parity docs test-docs lint everything landing clean
+.PHONY: run lab test test-vllm test-vllm-servers test-vllm-ahead test-vllm-workers vllm test-ray test-ray-kills test-ray-vllm prove parity docs test-docs lint everything clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -36,7 +36,7 @@ lab: $(VENV)/run.stamp
 	$(BIN)/posttrain lab
 
 test: $(VENV)/dev.stamp
-	$(PYTEST) --dist loadfile -m "not prove"
+	$(PYTEST) --dist loadfile --durations=10 -m "not prove"
 
 # The conformance suite on vLLM, in process and as a server; the same files that `make test` runs on the embedded engine.
 # Then the Triton kernels by Triton's interpreter: this environment has triton.
@@ -90,15 +90,9 @@ test-docs: $(DOCS_VENV)/docs.stamp
 	@sh scripts/system-packages.sh chromium
 	$(DOCS_VENV)/bin/python -m pytest -q -s tests/site/built.py
 
-# All suites of .ci/suites.toml with the seconds of each; CI runs a plan of at most 35 minutes (CONTRIBUTING.md).
-CI = PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) $(PYTHON) -m scripts.ci
-
+# Everything that CI chooses from (.ci/suites.toml), with the seconds of each.
 everything:
-	$(CI) everything
-
-# The plan of this tree, written down; called before a landing, and its file committed last.
-landing:
-	$(CI) landing $(LANDED)
+	PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) $(PYTHON) -m scripts.ci everything
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 OVER = {"verifier": ("sandbox",), "environment": ("verifier", "sandbox")}
 """The one exception within a floor: a room, and those of its floor that it may import."""
-NO_TORCH = ("core", "sandbox", "verifier", "environment", "data", "plan", "diagnose", "recipe", "faults", "cli")
+NO_TORCH = ("core", "web", "sandbox", "verifier", "environment", "data", "plan", "diagnose", "recipe", "faults", "cli")
 PLAYED = ("toy", "lab")
 """Rooms that no run reaches; only these import `toy`."""
 HEAVY = {"torch", "transformers", "accelerate", "vllm", "ray", "peft", "datasets"}
