@@ -112,7 +112,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "installing the tests' tools into $(VENV) (once)"
-	@$(PIP) --editable ".[dev,gym,data,math,serve,verifiers]"
+	@$(PIP) --editable ".[dev,gym,data,math,verifiers]"
 	@sh scripts/system-packages.sh
 	@touch $@
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
 import time
@@ -23,7 +22,6 @@ from posttrain.serve.limits import CallerLimits
 
 READ = ("model", "slots", "threads", "deterministic", "seed", "env", "engine")
 """Fields of `Run` that are used to serve its model."""
-NEEDED = ("aiohttp", "pydantic")
 SHORTEST = 16
 """Fewest characters of a token, so that it cannot be guessed."""
 
@@ -65,13 +63,6 @@ class ServerAddress:
         return given
 
 
-def check_installed() -> None:
-    """ConfigError naming the packages that the server needs and that are missing."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"serving needs {' and '.join(missing)}, not installed here: pip install 'posttrain[serve]'")
-
-
 def serve(
     target: str | Path,
     *overrides: str,
@@ -90,7 +81,6 @@ def serve(
         checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
         trust: allow what a run folder made by somebody else asks for.
     """
-    check_installed()
     guard_logs()
     where = where or ServerAddress()
     token = where.resolve()

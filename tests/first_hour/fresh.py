@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 OTHERS = {".git", ".venv", ".venv-vllm", "runs", "build", "dist", "__pycache__", ".pytest_cache", ".ruff_cache"}
-EXTRAS = ("gym", "data", "math", "verifiers", "serve", "notebook")
+EXTRAS = ("gym", "data", "math", "verifiers", "notebook")
 
 
 def source(root: Path) -> list[Path]:

@@ -135,8 +135,6 @@ def test_what_cannot_be_served_says_why(
         port = taken.getsockname()[1]
         assert f"port {port} of 127.0.0.1 is in use" in refused(path, "threads=1", "--port", str(port))
     assert "cannot listen on 203.0.113.7" in refused(path, "threads=1", "--host", "203.0.113.7", "--port", "0")
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    assert "pip install 'posttrain[serve]'" in refused(path)
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
