@@ -78,19 +78,21 @@ def check_memory(policy: Policy) -> int:
     return needed
 
 
-def certify(policy: Policy, exported: ExportedRun, written: Path) -> ExportCertificate:
+def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportCertificate:
     """Read a written directory back and compare it with the policy that it was written from.
+
+    Args:
+        learner: it holds all that the checkpoint does: the value head too.
 
     Raises:
         DataError: it cannot be read back at all.
     """
-    began = time.perf_counter()
+    began, policy = time.perf_counter(), learner.policy
     again = reload(written, policy, exported.base)
     comparable = _comparable(policy, again, bool(exported.base))
     rows = policy.module.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
     recorded = recorded_prompts(exported.folder, int(rows), policy.context)  # type: ignore[arg-type]
     prompts = recorded or generated_prompts(policy.tokenizer, int(rows), policy.context)  # type: ignore[arg-type]
-    learner = HFLearner(policy)
     compared = [
         _equal("tokenizer", len(policy.tokenizer), "tokens", policy.tokenizer_digest, again.tokenizer_digest),
         _equal("chat template", 1, "template", policy.template_digest, again.template_digest),

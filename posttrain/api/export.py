@@ -77,11 +77,12 @@ def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> Ex
         history=run_file(source).run.model.history,
     )
     check_memory(policy)
-    (load_average if choice.ema else load_weights)(checkpoint.folder, HFLearner(policy))
+    learner = HFLearner(policy)
+    (load_average if choice.ema else load_weights)(checkpoint.folder, learner)
 
     def write(staged: Path) -> ExportCertificate:
         (write_adapter(policy, staged, base) if choice.adapter else policy.write(staged))
-        return certify(policy, exported, staged)
+        return certify(learner, exported, staged)
 
     def card(links: tuple[LineageLink, ...]) -> str:
         return model_card(source, checkpoint, name, ema=choice.ema, links=links)
