@@ -178,7 +178,9 @@ def call(*words: str) -> Ran:
 
 def measured(text: str) -> list[str]:
     """The rows of measures that `posttrain eval` prints."""
-    return [row for row in text.splitlines() if re.search(r"accuracy|pass@|reward|agree|score", row) and "95 %" not in row]
+    return [
+        row for row in text.splitlines() if re.search(r"accuracy|pass@|reward|agree|score", row) and "95 %" not in row
+    ]
 
 
 def exported(made: Made, *more: str) -> tuple[Ran, str]:
@@ -242,7 +244,9 @@ def branched(made: Made) -> tuple[Ran, str]:
     out = made.scratch / "branch"
     new = ["grpo", *shlex.split(RL)] if made.trains_policy else ["reward_model", "reward_model.steps=2"]
     env = [] if "env.prompts" in " ".join(made.environment()) else [f"env={reader.run_file(made.folder).run.env.name}"]
-    done = call("run", *new, *(env if made.trains_policy else []), *HELD.split(), f"model={made.folder}", "--out", str(out))
+    done = call(
+        "run", *new, *(env if made.trains_policy else []), *HELD.split(), f"model={made.folder}", "--out", str(out)
+    )
     return done, "" if done.code or reader.steps(out) else "no step"
 
 
@@ -268,7 +272,10 @@ async def _ask(folder: Path) -> dict[str, Any]:
     token = "a-token-for-the-matrix"
     model, _ = make_served(folder, token=token, name="it")
     head = {"Authorization": f"Bearer {token}"}
-    async with listening(Server(model, CallerLimits()), "127.0.0.1", 0) as url, aiohttp.ClientSession(headers=head) as s:
+    async with (
+        listening(Server(model, CallerLimits()), "127.0.0.1", 0) as url,
+        aiohttp.ClientSession(headers=head) as s,
+    ):
         asked = {"model": "it", "prompt": "1+2", "max_tokens": 4, "temperature": 0}
         async with s.post(f"{url}/completions", json=asked) as reply:
             return await reply.json()

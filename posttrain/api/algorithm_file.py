@@ -68,23 +68,28 @@ def _is_own(value: Any, module: str) -> bool:
 
 
 def without_algorithm(overrides: Sequence[str], handed: HandedObjects) -> tuple[list[str], HandedObjects]:
-    """The overrides without `algorithm=path.py:NAME`, which is handed to the run as an object."""
-    files = [w for w in overrides if w.partition("=")[0].strip() == "algorithm" and ":" in w]
-    if not files:
-        return list(overrides), handed
-    if len({*files}) > 1 or handed.algorithm is not None:
-        raise ConfigError(f"{files[-1]}: an algorithm is given twice; keep one")
-    word = files[0].partition("=")[2].strip()
-    chosen = replace(handed, algorithm=algorithm_of(word), algorithm_word=word)
-    return [w for w in overrides if w not in files], chosen
+    """The overrides without `algorithm=path.py:NAME` and `STAGE.algorithm=path.py:NAME`, which are handed to the run as
+    objects."""
+    files, rest = dict[str, tuple[str, AnyAlgorithm]](), list[str]()
+    for text in overrides:
+        name, _, word = (part.strip() for part in text.partition("="))
+        stage, _, setting = name.rpartition(".")
+        if setting != "algorithm" or ":" not in word:
+            rest.append(text)
+        elif files.get(stage, (word,))[0] != word or (handed.algorithm is not None and not stage):
+            raise ConfigError(f"{text}: an algorithm is given twice; keep one")
+        else:
+            files[stage] = word, algorithm_of(word)
+    return rest, replace(handed, files=files)
 
 
 def check_same(folder: Path, stored: Run, handed: HandedObjects) -> None:
     """ConfigError where a run goes on with another algorithm than it was begun with."""
     used = list(algorithms_of(stored.stages).values())
-    if handed.algorithm is not None and handed.algorithm not in used:
-        raise ConfigError(
-            f"{folder}: the algorithm {handed.algorithm.name!r} that was given is not the one that the run was begun"
-            f" with ({', '.join(a.name for a in used)}). Give the file as it was, or begin a new run with"
-            f" model={folder}"
-        )
+    for given in (handed.algorithm, *(a for _, a in handed.files.values())):
+        if given is not None and given not in used:
+            raise ConfigError(
+                f"{folder}: the algorithm {given.name!r} that was given is not the one that the run was begun"
+                f" with ({', '.join(a.name for a in used)}). Give the file as it was, or begin a new run with"
+                f" model={folder}"
+            )

@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,15 +130,16 @@ class HandedObjects:
     env: Any = None
     rewards: Any = None
     algorithm: AnyAlgorithm | None = None
-    algorithm_word: str = ""
-    """`path.py:NAME`, where the algorithm was named so."""
+    files: Mapping[str, tuple[str, AnyAlgorithm]] = field(default_factory=dict[str, tuple[str, AnyAlgorithm]])
+    """Algorithms that were named by `path.py:NAME`: that word and the algorithm, by the name of the stage; '': the only
+    one that can have it."""
 
     def place(self, run: Run) -> tuple[Run, Given]:
         """The run with these objects named in its tree, and the objects."""
         run, given = place(run, self.env, self.rewards, self.algorithm)
-        if self.algorithm is None or not self.algorithm_word:
-            return run, given
-        return run, replace(given, algorithms={self.algorithm_word: self.algorithm})
+        for stage, (_, algorithm) in self.files.items():
+            run = _with_algorithm(run, algorithm, stage)
+        return run, replace(given, pieces=own_classes(run), algorithms=dict(self.files.values()))
 
     @property
     def paths(self) -> frozenset[str]:
@@ -247,13 +248,15 @@ def _plain_name(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _with_algorithm(run: Run, algorithm: AnyAlgorithm) -> Run:
-    """The algorithm in the run's only stage that has one of its ladder."""
-    fits = [s for s in run.stages if isinstance(algorithm, algorithm_type(type(s)) or ())]
+def _with_algorithm(run: Run, algorithm: AnyAlgorithm, stage: str = "") -> Run:
+    """The algorithm in this stage, or in the run's only one that has an algorithm of its ladder."""
+    can = [s for s in run.stages if isinstance(algorithm, algorithm_type(type(s)) or ())]
+    fits = [s for s in can if stage in ("", s.name)]
     if len(fits) != 1:
         raise ConfigError(
-            f"algorithm: the run has {len(fits)} stages that learn from {learns_from(type(algorithm))}"
-            f" ({', '.join(s.name for s in fits) or 'none'}); give a Run whose stages have their algorithms"
+            f"algorithm: the run has {len(can)} stages that learn from {learns_from(type(algorithm))}"
+            f" ({', '.join(s.name for s in can) or 'none'}), as {algorithm.name} does. Name one of them,"
+            " STAGE.algorithm=path.py:NAME, or give a Run whose stages have their algorithms"
         )
     changed: Any = fits[0]
     placed = tuple(replace(changed, algorithm=algorithm) if s is fits[0] else s for s in run.stages)

@@ -19,7 +19,7 @@ import numpy as np
 from posttrain.core import files, reader
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.visible import visible
-from posttrain.diagnose.outcome import Curve, RunOutcome, StageOutcome, read_outcome
+from posttrain.diagnose.outcome import LOSSES, Curve, RunOutcome, StageOutcome, read_outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +31,8 @@ NO_MATPLOTLIB = "matplotlib is not installed. Run: pip install matplotlib"
 FORMATS = (".svg", ".png", ".pdf")
 HELD_OUT = ("eval/accuracy", "eval/reward")
 DEFAULT = ("rollout/reward", "eval/accuracy")
+JUDGED = (*LOSSES, "heldout/agreement")
+"""What is drawn of runs that have neither."""
 MOST_RUNS = 12
 MOST_STAGES = 6
 """Columns of a plot; of more stages the last ones are drawn."""
@@ -63,15 +65,17 @@ def plot(
     if out is not None:
         check_out(out)
     runs = [read_outcome(f) for f in given]
-    drawn = {gauge: [_curves(of, gauge) for of in runs] for gauge in dict.fromkeys(gauges)}
-    for gauge in [g for g, curves in drawn.items() if not any(curves)]:
-        if gauge in DEFAULT and len(drawn) > 1:  # a run that only imitates has no reward
-            del drawn[gauge]
-            continue
-        known = sorted({n for of in runs for s in reader.steps(of.folder) for n in s.gauges} | {*HELD_OUT})
+    drawn = _drawn(runs, gauges)
+    if tuple(gauges) == DEFAULT:  # a run that only imitates has no reward, and a reward model no accuracy
+        drawn = drawn or _drawn(runs, JUDGED)
+    missing = [g for g in gauges if g not in drawn and (tuple(gauges) != DEFAULT or not drawn)]
+    if missing:
+        known = sorted(
+            {n for of in runs for s in reader.steps(of.folder) for n in s.gauges} | {*_drawn(runs, HELD_OUT)}
+        )
         raise ConfigError(
-            f"no step of {'these runs' if len(runs) > 1 else runs[0].folder} has the gauge {gauge!r};"
-            f" {nearest(gauge, known)}"
+            f"no step of {'these runs' if len(runs) > 1 else runs[0].folder} has the gauge {missing[0]!r};"
+            f" {nearest(missing[0], known)}"
         )
     with _matplotlib():
         figure = shown_by_notebooks(_figure(drawn, runs))
@@ -79,6 +83,12 @@ def plot(
             path = Path(out)
             files.write_file(path, _written(figure, path.suffix[1:]), durable=False)
     return figure
+
+
+def _drawn(runs: Sequence[RunOutcome], gauges: Sequence[str]) -> dict[str, list[dict[str, Curve]]]:
+    """The curves of each gauge that a run has, by run and stage."""
+    found = {gauge: [_curves(of, gauge) for of in runs] for gauge in dict.fromkeys(gauges)}
+    return {gauge: curves for gauge, curves in found.items() if any(curves)}
 
 
 def _figure(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[RunOutcome]) -> Figure:

@@ -33,7 +33,7 @@ from posttrain.role.reward_judge import JudgeMember, RewardModelJudge
 from posttrain.role.step_judge import StepJudge, paid_by
 from posttrain.role.step_scores import step_scores
 from posttrain.role.steps import TokenEnds
-from posttrain.role.weights import load_weights
+from posttrain.role.weights import load_average, load_weights
 
 ModelJudge = RewardModelJudge | GenerativeJudge | GenerativeStepJudge | StepJudge
 """A judge of finished episodes that `env.rewards` names."""
@@ -51,11 +51,12 @@ def with_reward_head(run: Run, policy: Policy) -> Policy:
     return replace(policy, reward_head=RewardHead(shape, width, dtype=dtype, device=policy.device, seed=run.seed))
 
 
-def reward_policy(folder: Path, checkpoint: str = "last", trust: bool = False) -> Policy:
-    """The reward model of a run folder, with the weights of a checkpoint, as a policy with a reward head."""
+def reward_policy(folder: Path, checkpoint: str = "last", trust: bool = False, ema: bool = False) -> Policy:
+    """The reward model of a run folder, with the weights of a checkpoint or their moving average (`ema`), as a policy
+    with a reward head."""
     _, found = trained_model(folder, checkpoint)
     policy = with_reward_head(run_file(folder).run, kept_policy(folder, allow=trust))
-    load_weights(found.folder, HFLearner(policy))
+    (load_average if ema else load_weights)(found.folder, HFLearner(policy))
     return policy
 
 

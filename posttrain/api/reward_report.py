@@ -76,7 +76,7 @@ def is_reward_model(target: str | Path, checkpoint: str = "last") -> bool:
 
 
 def evaluate_reward_model(
-    target: str | Path, *overrides: str, checkpoint: str = "last", trust: bool = False
+    target: str | Path, *overrides: str, checkpoint: str = "last", trust: bool = False, ema: bool = False
 ) -> RewardReport:
     """Score judged completions: those of a run's held-out tasks; where an override names a file (`env.prompts`), all
     of its rows.
@@ -98,7 +98,7 @@ def evaluate_reward_model(
         from posttrain.environment.render import Renderer
         from posttrain.role.ranked import scored_judgements
 
-        policy = loaded_policy(target, run, checkpoint, trust)
+        policy = loaded_policy(target, run, checkpoint, trust, ema)
         tokenizer: Any = policy.tokenizer
         renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
         found = scored_judgements(world, kind, HFLearner(policy), renderer, policy.context, whole=whole)
@@ -136,12 +136,14 @@ def asked_run(target: str | Path, overrides: tuple[str, ...], trust: bool) -> Ru
     return dotted.apply(model_run(target), list(words))
 
 
-def loaded_policy(target: str | Path, run: Run, checkpoint: str, trust: bool) -> Policy:
+def loaded_policy(target: str | Path, run: Run, checkpoint: str, trust: bool, ema: bool = False) -> Policy:
     """The reward model itself, as a policy with a reward head."""
     from posttrain.api.reward_models import reward_policy
     from posttrain.engine.reward_folder import read_reward_model
 
     if is_run(target):
         trained_model(Path(target), checkpoint)
-        return reward_policy(Path(target), checkpoint, trust)
+        return reward_policy(Path(target), checkpoint, trust, ema)
+    if ema:
+        raise ConfigError(f"--ema is about a run folder, which keeps averages of its weights, and {target} is none")
     return read_reward_model(str(target), run.model)

@@ -62,6 +62,7 @@ def transfer(
     max_tokens: int | None = None,
     temperature: float | None = None,
     trust: bool = False,
+    ema: bool = False,
 ) -> list[TransferReport]:
     """Let each policy answer the held-out prompts of the reward model's environment, and compare the order of its
     scores with the truth: what the environment knows an answer to be worth (`Judgements.utility`), else what its
@@ -71,7 +72,7 @@ def transfer(
         target: a run that trained a reward model, or the directory of one.
         policies: run folders, checkpoints inside them, model directories or hub ids.
         overrides: dotted changes of the environment, as in `evaluate_reward_model`.
-        samples: answers to each prompt, 2 at least.
+        samples: answers to each prompt, 2 at least. ema: score with the moving average of the run's weights.
 
     Raises:
         ConfigError: nothing says what an answer is worth; episodes have several turns; no two answers differ in worth.
@@ -88,7 +89,7 @@ def transfer(
     env = replace(run.env, rewards=(), measured=False) if run.env.has_reward_models else run.env
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "quiet": True, "trust": trust}
     said = [main.evaluate(p, f"seed={run.seed}", env=env, samples=samples, **how) for p in policies]
-    reward = loaded_policy(target, run, checkpoint, trust)
+    reward = loaded_policy(target, run, checkpoint, trust, ema)
     tokenizer: Any = reward.tokenizer
     learner, renderer = HFLearner(reward), Renderer(tokenizer, reward.stop_ids, reward.context)
     with closing(environment(env, run.seed)) as world:

@@ -75,16 +75,22 @@ def short(mean: float, low: float, high: float, sign: str = "") -> str:
     return f"{mean:{sign}.3f} [{', '.join(ends)}]"
 
 
+def measures(of: RunOutcome) -> tuple[str, ...]:
+    """What there is of held-out tasks: the accuracy (share of right answers), and where a reward gives partial credit
+    its mean too. Nothing of a run that answers none, such as one that trains a reward model."""
+    if all(s.end is None for s in of.stages):
+        return ()
+    return ("accuracy", "reward") if any(s.graded for s in of.stages) else ("accuracy",)
+
+
 def tables(of: RunOutcome) -> list[Table]:
-    """Held-out accuracy (share of right answers) after each stage. Where a reward gives partial credit, its mean
-    too."""
-    gains = ", and the gain over the same prompts"
-    named = [("accuracy", "held-out accuracy after each stage" + gains)]
-    if any(s.graded for s in of.stages):
-        named.append(("reward", "held-out mean reward after each stage" + gains))
+    """`measures` after each stage."""
     out: list[Table] = []
-    for what, title in named:
-        table = bare_table(title)
+    for what in measures(of):
+        table = bare_table(
+            f"held-out {'accuracy' if what == 'accuracy' else 'mean reward'} after each stage, and the gain over the"
+            " same prompts"
+        )
         for name in HEADER:
             table.add_column(name.format(what), justify="left" if name == "stage" else "right", no_wrap=True)
         for row in score_rows(of, what):
@@ -258,8 +264,7 @@ def markdown(of: RunOutcome, drawn_in: str = "") -> str:
         out += [f"The run is not finished: {_plain(done)}. `posttrain run --resume RUN` goes on with it.", ""]
     if drawn_in:
         out += [f"![reward and held-out score by step]({drawn_in})", ""]
-    graded = any(s.graded for s in of.stages)
-    for what in ("accuracy", "reward") if graded else ("accuracy",):
+    for what in measures(of):
         out += [_row([name.format(what if what == "accuracy" else "mean reward") for name in HEADER])]
         out += ["|---|" + "---:|" * (len(HEADER) - 1), *(_row([*map(_plain, row)]) for row in score_rows(of, what)), ""]
     out += [

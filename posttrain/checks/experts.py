@@ -21,7 +21,6 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.routed import NEAR, UNKNOWN, RoutedPass, Routers, known_rows
-from posttrain.core.streams import ADVANTAGE
 from posttrain.core.types import OPPOSED, OUTSIDE, SHOWN, Segment
 from posttrain.role.events import (
     DifferentiatedEvent,
@@ -29,9 +28,11 @@ from posttrain.role.events import (
     LearnedEvent,
     Observer,
     ObserverReport,
+    PackedEvent,
     PlayedEvent,
     PushedEvent,
 )
+from posttrain.role.passes import Needs, Passes
 from posttrain.role.roles import ReinforceRoles
 
 TOKENS = 2048
@@ -41,7 +42,9 @@ PROBE = 64
 FOLLOWS = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.2}
 """Largest difference of log-probs of two passes over the same experts."""
 LEARNS_FROM = 8
-"""Tokens with credit from which an expert must learn."""
+"""Tokens with a gradient of their own from which an expert must learn."""
+LOUD = 1e-3
+"""Share of the largest gradient of a minibatch below which a token's is not counted."""
 AT_ONCE = 64
 """Experts whose update is followed in a step."""
 
@@ -168,21 +171,24 @@ def experts_learn(
     trained: Mapping[str, Any],
     expected: Any,
     first: int,
+    heard: np.ndarray,
     certain: Callable[[], np.ndarray] | None = None,
 ) -> list[FollowedExpert]:
-    """Routers and experts that computed tokens with credit have a gradient; returns what must move in the step.
+    """Routers and experts that computed tokens which the loss learns from have a gradient; returns what must move in
+    the step.
 
     Args:
         trained: what the optimizer updates, by parameter. Frozen ones are not in it.
         expected: (name, gradient, place) to the move that the step will make there, or None where that is not known.
         first: the first of the experts that are followed; after the last one they begin anew.
+        heard: bool [M]: the tokens that the loss learns from (`learned_from`).
         certain: how often the learner has chosen each expert without doubt, where its passes did not follow the choices
             of the batch: `certain_load`. It is asked where an expert seems not to learn.
 
     Where ranks hold whole experts, each calls it at once and follows its own.
     """
     assert batch.routed_N is not None
-    loud, sure = load_with_credit(batch, batch.routed_N, routers.experts), None
+    loud, sure = load_of(batch, heard, batch.routed_N, routers.experts), None
     out = list[FollowedExpert]()
     for r, (gate, names) in enumerate(zip(routers.names, routers.stacked, strict=True)):
         grads = {n: trained[n].grad for n in (gate, *names) if n in trained}
@@ -207,29 +213,42 @@ def experts_learn(
             if still:
                 raise InvariantError(
                     f"expert {still[0]} of {name} has no gradient, although it computed {int(loud[r][still[0]])} tokens"
-                    " with credit: it would never learn"
+                    " that the loss learns from: it would never learn"
                 )
             out += _followed(name, grads[name], trained[name], mine, expected)
     start = first % max(len(out), 1)
     return (out[start:] + out[:start])[:AT_ONCE]
 
 
-def load_with_credit(batch: Batch, routed_N: np.ndarray, experts: int) -> np.ndarray:
-    """int64 [R, E]: how often each expert was chosen for a token that predicts one with credit. Rows that are UNKNOWN
+def learned_from(batch: Batch, passes: Passes) -> np.ndarray:
+    """bool [M]: the tokens that the loss asks something of and whose log-prob can move: not those that a trust region
+    or a choice of tokens silences, nor those that are certain, as where one token alone was kept.
+
+    >>> asked, logp = np.array([0.5, 0.0, 0.5]), np.array([-1.0, -1.0, 0.0])
+    >>> (felt := np.abs(asked) * -np.expm1(logp)) > LOUD * felt.max()
+    array([ True, False, False])
+    """
+    asked_M, logp_M = (passes.joined(batch, column) for column in (passes.logp_grad, passes.logp))
+    felt_M = np.abs(asked_M) * -np.expm1(np.minimum(logp_M, 0.0))
+    return felt_M > LOUD * felt_M.max(initial=0.0)
+
+
+def load_of(batch: Batch, heard: np.ndarray, routed_N: np.ndarray, experts: int) -> np.ndarray:
+    """int64 [R, E]: how often each expert was chosen for a token that predicts one of `heard`. Rows that are UNKNOWN
     do not count."""
-    rows = routed_N[batch.source_M[batch[ADVANTAGE] != 0]]
+    rows = routed_N[batch.source_M[heard]]
     chosen = [rows[:, r][rows[:, r] != UNKNOWN] for r in range(routed_N.shape[1])]
     return np.stack([np.bincount(x.ravel(), minlength=experts) for x in chosen])
 
 
-def certain_load(batch: Batch, alone: RoutedPass, experts: int, dtype: str) -> np.ndarray:
+def certain_load(batch: Batch, heard: np.ndarray, alone: RoutedPass, experts: int, dtype: str) -> np.ndarray:
     """The same of the choices that the learner's routers make now, without those that rounding decides.
 
     Args:
         alone: a pass of the learner over the batch that follows no choices.
     """
     sure = alone.regret < -NEAR[dtype] * max(1.0, alone.scale)
-    return load_with_credit(batch, np.where(sure[:, :, None], alone.own, UNKNOWN), experts)
+    return load_of(batch, heard, np.where(sure[:, :, None], alone.own, UNKNOWN), experts)
 
 
 def _by_expert(gradient: Any) -> np.ndarray:
@@ -268,6 +287,9 @@ class ExpertsCheck(Observer):
         self._own: np.ndarray | None = None
         self._followed: list[FollowedExpert] = []
 
+    def needs(self, roles: ReinforceRoles, event: PackedEvent) -> Needs:
+        return Needs(gradients=_looks(event))
+
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         routers = roles.learner.routers()
         if routers is None:
@@ -276,17 +298,18 @@ class ExpertsCheck(Observer):
             case PlayedEvent(e):
                 with roles.clock.of("check"):
                     return self._played(roles, routers, e)
-            case DifferentiatedEvent(packed) if packed.first and due(packed.index):
+            case DifferentiatedEvent(packed, passes) if _looks(packed) and passes.logp_grad:
                 batch = packed.batch
-                if ADVANTAGE in batch and batch.routed_N is not None:
-                    self._followed = experts_learn(
-                        batch,
-                        routers,
-                        roles.trainer.trained(),
-                        _moves(roles, event.share),
-                        AT_ONCE * packed.index,
-                        _certain(roles, routers, batch),
-                    )
+                heard = learned_from(batch, passes)
+                self._followed = experts_learn(
+                    batch,
+                    routers,
+                    roles.trainer.trained(),
+                    _moves(roles, event.share),
+                    AT_ONCE * packed.index,
+                    heard,
+                    _certain(roles, routers, batch, heard),
+                )
             case LearnedEvent() if self._followed:
                 followed, self._followed = self._followed, []
                 return ObserverReport(experts_moved(followed, roles.trainer.trained()))
@@ -335,17 +358,24 @@ class ExpertsCheck(Observer):
         return ObserverReport({"experts/drift": Gauge(choices, 1), "experts/rerouted": Gauge(rows, 1)})
 
 
+def _looks(packed: PackedEvent) -> bool:
+    """Whether a minibatch is looked at: its experts are known."""
+    return packed.first and due(packed.index) and packed.batch.routed_N is not None
+
+
 def _other_caches(roles: ReinforceRoles) -> bool:
     """Whether turns go on under new weights, so that a sequence's experts may be those of several versions."""
     return getattr(roles.run.engine, "update", "drain") != "drain" and bool(roles.stage.staleness)
 
 
-def _certain(roles: ReinforceRoles, routers: Routers, batch: Batch) -> Callable[[], np.ndarray] | None:
+def _certain(
+    roles: ReinforceRoles, routers: Routers, batch: Batch, heard: np.ndarray
+) -> Callable[[], np.ndarray] | None:
     """`certain_load` of a learner that chooses by itself; None of one that follows the choices of the batch."""
     model = roles.run.model
     if model.router_replay != "none":
         return None
-    return lambda: certain_load(batch, routers.read(batch, replay=False), routers.experts, model.dtype)
+    return lambda: certain_load(batch, heard, routers.read(batch, replay=False), routers.experts, model.dtype)
 
 
 def _moves(roles: ReinforceRoles, share: float) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from posttrain.core.asks import values
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.interval import Z95, Gain, Score
+from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Run
 from posttrain.core.shell import command_line
 from posttrain.diagnose.outcome import Measurement, RunOutcome, StageOutcome, read_outcome
@@ -124,6 +125,8 @@ def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
         found = there[stage]
     if found is None or found.end is None:
         why = "took no step" if found is None else f"{found.name} has not been measured on held-out tasks"
+        if found is not None and isinstance(found.stage, RewardModel):
+            why = f"{found.name} trained a reward model, which answers no held-out task"
         raise ConfigError(f"{of.folder}: {why}, so there is nothing to compare. {_remedy(of, found)}")
     if not found.end.right:
         raise ConfigError(
@@ -136,6 +139,8 @@ def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
 def _remedy(of: RunOutcome, found: StageOutcome | None) -> str:
     if found is not None and not of.run.env_of(found.stage).heldout:
         return "Start it with env.heldout=100"
+    if found is not None and isinstance(found.stage, RewardModel):
+        return f"Its agreement with judgements: {command_line('eval', of.folder)}"
     if found is not None and not found.stage.eval:
         return f"Start it with {found.name}.eval=true"
     return f"Let it go on to its end: {command_line('run', '--resume', of.folder)}"

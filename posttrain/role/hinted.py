@@ -116,7 +116,8 @@ def holds(prompt: str | Sequence[Message], text: str) -> bool:
 
 
 def behind(segment: Segment, own: np.ndarray, prompt: np.ndarray) -> Segment:
-    """The segment behind another prompt. All that follows its own prompt stays as it is.
+    """The segment behind another prompt. All that follows its own prompt stays as it is, but for the experts that the
+    sampler chose: a teacher that reads more chooses by itself.
 
     Args:
         own: int32, its own prompt: the tokens before its first spoken one.
@@ -129,6 +130,7 @@ def behind(segment: Segment, own: np.ndarray, prompt: np.ndarray) -> Segment:
         mask=np.concatenate([np.zeros(n, np.bool_), segment.mask[after]]),
         logp=np.concatenate([np.full(n, np.nan, np.float32), segment.logp[after]]),
         version=np.concatenate([np.full(n, -1, np.int32), segment.version[after]]),
+        routed=None,
     )
 
 

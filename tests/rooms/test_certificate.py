@@ -23,6 +23,7 @@ from posttrain.core.adapter import Lora
 from posttrain.core.certificate import CERTIFICATE, FAILED, verify_certificate
 from posttrain.core.checkpoint import find, scan
 from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.ladder import LADDER
 from posttrain.core.run import Model, Run
 from posttrain.engine import adapter, models
 from posttrain.engine.models import Policy
@@ -96,6 +97,17 @@ def test_each_checkpoint_and_the_average_pass(run: Path, tmp_path: Path) -> None
     }
     assert len(digests) == 3
     assert read(tmp_path / "b")["made"] == "moving average of the weights"
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_a_run_that_learned_values_passes(ema: float, tmp_path: Path) -> None:
+    """Its checkpoint holds a value head that no longer is what every head begins as."""
+    asked = short(ema=ema)
+    sft, rl = asked.stages
+    played(tmp_path / "run", replace(asked, stages=(sft, replace(rl, algorithm=LADDER["ppo"]))))
+    for checkpoint in ("last", "best"):
+        data = read(Path(posttrain.export(tmp_path / "run", tmp_path / checkpoint, checkpoint, ema=ema > 0)))
+        assert data["passed"]
 
 
 @pytest.mark.parametrize("alone", [False, True])

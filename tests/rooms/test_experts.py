@@ -20,6 +20,7 @@ from posttrain.checks.experts import (
     every_token_has_its_experts,
     experts_learn,
     experts_moved,
+    learned_from,
     load_gauges,
 )
 from posttrain.core import reader
@@ -28,7 +29,7 @@ from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.routed import UNKNOWN, RoutedPass
 from posttrain.core.run import Model, Optimizer, Run, Supervised
-from posttrain.core.streams import ADVANTAGE
+from posttrain.role.passes import Needs, Passes
 from tests.rooms.engine_parts import packed
 from tests.tiny import MODEL, tiny_run
 
@@ -178,7 +179,7 @@ class Routers:
 def learning(**zero: Any) -> tuple[Batch, dict[str, torch.nn.Parameter]]:
     p = routed(packed(12))
     fields = {n: getattr(p, n) for n in ("ids_N", "lengths_S", "source_M", "target_M", "segment_M", "sequence_S")}
-    batch = Batch(**fields, sampling=p.sampling, routed_N=p.routed_N, streams={ADVANTAGE: np.ones(p.spoken)})
+    batch = Batch(**fields, sampling=p.sampling, routed_N=p.routed_N)
     trained = {"gate": torch.nn.Parameter(torch.ones(4, 3)), "up": torch.nn.Parameter(torch.ones(4, 2, 3))}
     for t in trained.values():
         t.grad = torch.ones_like(t)
@@ -187,33 +188,56 @@ def learning(**zero: Any) -> tuple[Batch, dict[str, torch.nn.Parameter]]:
 
 def test_an_expert_without_a_gradient_stops_the_run() -> None:
     batch, trained = learning()
-    move = lambda name, g, at: -1e-3  # noqa: E731
-    followed = experts_learn(batch, Routers(), trained, move, 0)
+    move, heard = lambda name, g, at: -1e-3, np.ones(batch.spoken, bool)
+    followed = experts_learn(batch, Routers(), trained, move, 0, heard)
     assert {f.expert for f in followed} == {0, 1, 2, 3}
     trained["up"].grad[2] = 0  # type: ignore[index]
     with pytest.raises(InvariantError, match="expert 2 of up has no gradient"):
-        experts_learn(batch, Routers(), trained, move, 0)
+        experts_learn(batch, Routers(), trained, move, 0, heard)
+    assert experts_learn(batch, Routers(), trained, move, 0, ~heard) == [], "no token of it asks for anything"
     batch, trained = learning()
     trained["gate"].grad = None
     with pytest.raises(InvariantError, match="router gate has no gradient"):
-        experts_learn(batch, Routers(), trained, move, 0)
+        experts_learn(batch, Routers(), trained, move, 0, heard)
     del trained["gate"]  # frozen
-    assert experts_learn(batch, Routers(), trained, move, 0)
+    assert experts_learn(batch, Routers(), trained, move, 0, heard)
+
+
+def test_tokens_that_the_loss_asks_nothing_of_or_that_were_certain_are_not_learned_from() -> None:
+    """Credit does not tell it: a trust region silences a token, and a set of one kept token makes it certain."""
+    batch, _ = learning()
+    asked, logp = np.ones(batch.spoken), np.full(batch.spoken, -1.0)
+    asked[0], logp[1], logp[2] = 0, 0, -1e-8
+    passes = Passes(Needs(gradients=True), [batch], [np.arange(batch.episodes)], [logp], [asked])
+    assert np.flatnonzero(~learned_from(batch, passes)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("words", ["rl.sampling.top_p=0.9", "rl.algorithm=top_entropy", "rl.algorithm=sdft"])
+def test_a_mixture_whose_tokens_ask_for_little_is_not_stopped(words: str, tmp_path: Path) -> None:
+    more = ("model.arch=mixtral", "model.hidden=32", "model.ffn=64", "sft.batch=16", "sft.eval=false")
+    more += ("sft.steps=60", "rl.steps=4", "rl.prompts=4", "rl.siblings=4", "env.heldout=8", "rl.eval_every=0")
+    more += ("evaluation.samples=1", "evaluation.greedy=false", "seed=1")
+    recipe = "arithmetic" if "sdft" in words else "verifiable"
+    done = posttrain.run(recipe, *more, words, out=tmp_path / "run", quiet=True)
+    assert [s.steps for s in done.stages][-1] == 4
 
 
 def test_an_expert_that_a_choosing_learner_may_not_have_used_stops_nothing() -> None:
     """The batch has the sampler's choices. A learner that follows none may have made others, of older weights or where
     two experts score alike; what it chose without doubt must learn all the same."""
     (batch, trained), move = learning(), lambda name, g, at: -1e-3
+    heard = np.ones(batch.spoken, bool)
     trained["up"].grad[2] = 0  # type: ignore[index]
     n, k = batch.routed_N.shape[0], batch.routed_N.shape[2]
     used = RoutedPass(batch.routed_N, batch.routed_N, np.full((n, 1), -1.0), 1.0, np.zeros(batch.spoken, np.float32))
     tied = replace(used, regret=np.full((n, 1), -1e-4))
     others = replace(used, own=np.full((n, 1, k), 3, np.int16))
     for alone in (tied, others):
-        assert experts_learn(batch, Routers(), trained, move, 0, lambda a=alone: certain_load(batch, a, 4, "float32"))
+        assert experts_learn(
+            batch, Routers(), trained, move, 0, heard, lambda a=alone: certain_load(batch, heard, a, 4, "float32")
+        )
     with pytest.raises(InvariantError, match="expert 2 of up has no gradient"):
-        experts_learn(batch, Routers(), trained, move, 0, lambda: certain_load(batch, used, 4, "float32"))
+        experts_learn(batch, Routers(), trained, move, 0, heard, lambda: certain_load(batch, heard, used, 4, "float32"))
 
 
 def test_an_expert_that_stays_stops_the_run() -> None:

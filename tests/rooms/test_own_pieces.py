@@ -482,6 +482,12 @@ def test_a_yaml_file_names_it_and_runs_with_a_model_of_ones_own(
     text = capsys.readouterr().out
     assert "algorithm:\n      base: own.py:whole\n      clip:\n        type: Written\n        room: 0.3\n" in text
     forget()
+    at_the_stage = [w.replace("algorithm=", "rl.algorithm=") for w in given]
+    assert main(["run", *at_the_stage, "--dry-run"]) == 0
+    assert capsys.readouterr().out == text, "as the help of rl.algorithm says"
+    assert main(["run", *at_the_stage, "sft.algorithm=own.py:whole", "--dry-run"]) == 2
+    assert "Name one of them" in capsys.readouterr().err
+    forget()
     Path("my.yaml").write_text(text)
     assert main(["run", "my.yaml", "--out", "a"]) == 0
     assert "note: my.yaml names code: algorithm=own.py:whole" in capsys.readouterr().out

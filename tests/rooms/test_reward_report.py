@@ -56,6 +56,23 @@ def test_a_run_is_scored_on_its_held_out_judgements(tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     assert f"run: orders {report.agreement} of 40 pairs as they were judged (pair)" in said
     assert "expected calibration error" in said and "length alone, the longer the better" in said
+    assert main(["summary", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "of held-out pairs as judged" in said and "held-out accuracy" not in said, "no table of dashes"
+    assert main(["plot", str(tmp_path / "run"), "--out", str(tmp_path / "plot.svg")]) == 0
+    assert "heldout/agreement" in (tmp_path / "plot.svg").read_text()
+    assert main(["plot", str(tmp_path / "run"), "--gauge", "eval/accuracy", "--out", str(tmp_path / "p.svg")]) == 2
+    assert "did you mean 'eval/accuracy'" not in capsys.readouterr().err
+    assert main(["compare", str(tmp_path / "run"), str(tmp_path)]) == 2
+    assert "reward_model trained a reward model, which answers no held-out task" in capsys.readouterr().err
+
+
+def test_the_average_of_its_weights_is_scored(tmp_path: Path) -> None:
+    run = replies()
+    posttrain.run(run, "reward_model.optimizer.ema=0.9", out=tmp_path / "run", quiet=True)
+    assert main(["eval", str(tmp_path / "run"), "--ema"]) == 0
+    one, two = (evaluate_reward_model(tmp_path / "run", ema=on) for on in (False, True))
+    assert one.calibration != two.calibration
 
 
 def test_every_row_of_a_file_that_is_named_is_scored(tmp_path: Path) -> None:

@@ -143,15 +143,14 @@ def _of_reward_model(o: Namespace) -> list[str]:
     from posttrain.api.reward_transfer import transfer
 
     given = {"--samples": o.samples, "--max-tokens": o.max_tokens, "--temperature": o.temperature}
-    if o.ema:
-        raise ConfigError(f"{o.target} is a reward model, which has no average of its weights: leave --ema out")
+    which = {"checkpoint": o.checkpoint, "trust": o.trust, "ema": o.ema}
     if o.answers:
         how = {"samples": o.samples, "max_tokens": o.max_tokens, "temperature": o.temperature}
-        found = transfer(o.target, o.answers, *o.overrides, checkpoint=o.checkpoint, trust=o.trust, **how)
+        found = transfer(o.target, o.answers, *o.overrides, **which, **how)
         return [line for report in found for line in report.lines()]
     if strange := [name for name, value in given.items() if value]:
         raise ConfigError(
             f"{o.target} is a reward model, and nothing is sampled from it: leave {strange[0]} out, or name a policy"
             " whose answers are scored (--answers)"
         )
-    return evaluate_reward_model(o.target, *o.overrides, checkpoint=o.checkpoint, trust=o.trust).lines()
+    return evaluate_reward_model(o.target, *o.overrides, **which).lines()
