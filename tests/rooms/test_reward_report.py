@@ -60,16 +60,16 @@ def test_a_run_is_scored_on_its_held_out_judgements(tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     assert "of held-out pairs as judged" in said and "held-out accuracy" not in said, "no table of dashes"
     assert main(["plot", str(tmp_path / "run"), "--out", str(tmp_path / "plot.svg")]) == 0
-    assert "heldout/agreement" in (tmp_path / "plot.svg").read_text()
+    assert "ranking/loss" in (tmp_path / "plot.svg").read_text()
     assert main(["plot", str(tmp_path / "run"), "--gauge", "eval/accuracy", "--out", str(tmp_path / "p.svg")]) == 2
     assert "did you mean 'eval/accuracy'" not in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "run"), str(tmp_path)]) == 2
-    assert "reward_model trained a reward model, which answers no held-out task" in capsys.readouterr().err
+    assert "rm trained a reward model, which answers no held-out task" in capsys.readouterr().err
 
 
 def test_the_average_of_its_weights_is_scored(tmp_path: Path) -> None:
     run = replies()
-    posttrain.run(run, "reward_model.optimizer.ema=0.9", out=tmp_path / "run", quiet=True)
+    posttrain.run(run, "rm.optimizer.ema=0.9", out=tmp_path / "run", quiet=True)
     assert main(["eval", str(tmp_path / "run"), "--ema"]) == 0
     one, two = (evaluate_reward_model(tmp_path / "run", ema=on) for on in (False, True))
     assert one.calibration != two.calibration
