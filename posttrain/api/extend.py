@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,18 +170,26 @@ class Extension:
     """Set where a stage that had ended goes on: the gauges of its last evaluation that belong to its last step."""
     step: int
     """Steps of the stage so far."""
+    inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+    """Digests of what it reads from now on, where that is not what it began with (`api.inputs`)."""
 
     @property
     def lines(self) -> tuple[str, ...]:
         return tuple(f"changed: {c.line}" for c in self.changes)
 
 
-def extension(book: Book, checkpoint: Checkpoint | None, new: Run) -> Extension:
-    """What going on from a checkpoint with new settings means.
+def extension(
+    book: Book, checkpoint: Checkpoint | None, new: Run, inputs: Mapping[str, Mapping[str, str]] | None = None
+) -> Extension:
+    """What going on from a checkpoint with new settings, or with changed `inputs`, means.
 
     Raises:
         ConfigError: a change is not allowed, or comes too late: the stage ended before, or has taken more steps.
     """
+    return replace(_extension(book, checkpoint, new), inputs=inputs or {})
+
+
+def _extension(book: Book, checkpoint: Checkpoint | None, new: Run) -> Extension:
     made = check_changes(book.folder, book.run, new)
     if checkpoint is None:
         return Extension(new, made, None, None, 0)
@@ -266,6 +274,7 @@ def history_entry(e: Extension, edited: Sequence[str]) -> dict[str, Any]:
         "stage": stage,
         "step": e.step,
         "changed": {c.path: [_plain(c.before), _plain(c.after)] for c in e.changes},
+        **({"inputs": {k: dict(v) for k, v in e.inputs.items()}} if e.inputs else {}),
         "by": scrubbed_data(sys.argv),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "posttrain": VERSION,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -103,21 +104,31 @@ def _model_name(path: str) -> str:
 # --- data and code ----------------------------------------------------------------------------------------------------
 
 
-def tasks_digest(environment: Environment) -> str:
-    """Digest of the tasks of an environment: all rows of the user's data, and what is held out."""
+def tasks_digest(environment: Environment, info: bool = False) -> str:
+    """Digest of the tasks of an environment: all rows of the user's data, and what is held out. `info`: with all other
+    columns."""
     h = hashlib.blake2b(digest_size=16)
     rows: Any = declared(environment).rows or ()
     for row in rows:
         h.update(_text((row.task.prompt, row.task.answer, row.completion)))
         if row.judged is not None:
             h.update(_text(row.judged))
+        h.update(_text(row.task.info) if info else b"")
     for task in environment.heldout:
         h.update(_text((task.id, task.prompt, task.answer)))
+        h.update(_text(task.info) if info else b"")
     return h.hexdigest()
 
 
 def _text(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, default=repr).encode(errors="surrogatepass") + b"\n"
+    return json.dumps(value, sort_keys=True, default=_same_each_time).encode(errors="surrogatepass") + b"\n"
+
+
+def _same_each_time(value: Any) -> Any:
+    """What is no JSON, in words that another process writes too: no address, no order of a set."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, cast("set[Any]", value)))
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def code_digests(env: Env) -> dict[str, str]:

@@ -59,6 +59,7 @@ def run(
     quiet: bool = False,
     allow_fault: bool = False,
     trust: bool = False,
+    accept_changed: bool = False,
     nproc: int | None = None,
     rank_timeout: float = SECONDS,
     replicas: int = 1,
@@ -76,16 +77,15 @@ def run(
             `[right, ("think_format", 0.2)]`. Functions run in this process.
         algorithm: by its name, or an `Algorithm` or `PreferenceAlgorithm` of your own.
         out: run folder; default runs/RECIPE-DATE-TIME.
-        resume: an existing run folder, or a checkpoint in it, to go on with. No recipe is given then, and only
-            settings that change no past step: `run(resume="runs/mine", steps=200)`. Objects that the run was handed
-            are handed again.
+        resume: a run folder, or a checkpoint in it, to go on with. No recipe is given then, and only settings that
+            change no past step: `run(resume="runs/mine", steps=200)`. Objects are handed again.
         allow_fault: start even though `fault=NAME` plants a bug on purpose (`posttrain faults`).
         trust: allow what a folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
+        accept_changed: with `resume`, go on although data, rewards or models that it reads were changed.
         nproc: train with so many processes on this machine, each with a part of the weights (docs/shards.md).
         rank_timeout: seconds that one of them waits for the others before the run stops and says for whom.
         replicas: copies of the weights among these processes; each copy is cut over the same number of them.
-        parallel: how they share the model: `rows` of every weight; `tensor`: columns and rows of each layer; `experts`:
-            whole experts of a mixture.
+        parallel: how they share the model: `rows` of weights, `tensor` (columns and rows of layers), or `experts`.
         settings: any other setting by its name: `model="my-model", steps=50, sampling={"max_tokens": 64}`.
     """
     named = {"env": env, "algorithm": algorithm}
@@ -97,9 +97,8 @@ def run(
         from posttrain.api.ranked import follow
 
         sys.exit(follow(ranks))
-    options = RunOptions(
-        out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust, ranks=ranks, handed=handed
-    )
+    flags = {"quiet": quiet, "allow_fault": allow_fault, "trust": trust, "accept_changed": accept_changed}
+    options = RunOptions(out=out, resume=resume, ranks=ranks, handed=handed, **flags)
     with requested(recipe, words, options) as request:
         from posttrain.api.result import Result
         from posttrain.api.session import open_session

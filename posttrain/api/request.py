@@ -18,6 +18,7 @@ from posttrain.api.defaults import for_model, given_paths, room_for_minibatches
 from posttrain.api.environments import check_environment, distinct, own_environments
 from posttrain.api.extend import Extension, check_changes, extension
 from posttrain.api.handed import HandedObjects, given_again, given_notes, object_notes, recorded
+from posttrain.api.inputs import accepted, changed_files, changed_tasks, input_notes, refuse_gone
 from posttrain.api.next_steps import asked_words
 from posttrain.api.own_pieces import own_classes
 from posttrain.api.reward_paths import check_reward_models
@@ -52,6 +53,8 @@ class RunOptions:
     quiet: bool = False
     allow_fault: bool = False
     trust: bool = False
+    accept_changed: bool = False
+    """Go on although files that it reads are not as they were when it was begun."""
     ranks: RankOptions = RankOptions()
     handed: HandedObjects = HandedObjects()
     """Objects of the Python program that starts it."""
@@ -125,7 +128,7 @@ def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
         environments = distinct(environment, others)
         for other in environments[1:]:
             closing.callback(other.close)
-        asked = settled(asked)
+        asked = settled(same_tasks(asked, environment, others, options.accept_changed))
         check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
         check_ranks(asked.run, options.ranks)
         yield replace(asked, quiet=options.quiet, ranks=options.ranks, environments=tuple(environments), others=others)
@@ -184,22 +187,44 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
         )
     folder = folder_of(options.resume)[0]
     overrides, handed = without_algorithm(overrides, options.handed)
+    if not options.accept_changed:
+        refuse_gone(folder)
     run = admitted(folder, *overrides, allow=options.trust, links=True)
     stored = run_file(folder).run
     check_same(folder, stored, handed)
     check_changes(folder, stored, run, overrides)
     objects = given_again(folder, handed)
+    taken = accepted(folder, changed_files(folder, run), options.accept_changed)
     book, checkpoint = Book.open_for_resume(Path(options.resume))
     try:
-        longer = extension(book, checkpoint, run) if overrides else None
+        longer = extension(book, checkpoint, run, taken) if overrides or taken else None
     except BaseException:
         book.close()
         raise
     notes = (*edit_notes(book.folder), *missing_notes(book.folder), *given_notes(folder, objects))
-    if longer is None or not longer.changes:
+    notes = (*notes, *input_notes(folder, taken))
+    if longer is None or not (longer.changes or taken):
         return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=notes, objects=objects)
     notes = (*notes, *longer.lines)
     return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=notes, objects=objects, longer=longer)
+
+
+def same_tasks(
+    asked: RunRequest, environment: Environment, others: Mapping[str, Environment], accept: bool
+) -> RunRequest:
+    """The request of a run that goes on, whose stages have the tasks that it began with, or others that are accepted.
+
+    Raises:
+        RunFolderError: they have others, and that was not accepted.
+    """
+    book, run = asked.book, asked.run
+    if book is None:
+        return asked
+    changed = changed_tasks(book.folder, run, {s.name: others.get(s.name, environment) for s in run.stages})
+    if not (taken := accepted(book.folder, changed, accept)):
+        return asked
+    longer = asked.longer or extension(book, asked.checkpoint, run)
+    return replace(asked, longer=replace(longer, inputs={**longer.inputs, **taken}))
 
 
 def check_early(run: Run, own: Path | None = None) -> None:

@@ -14,7 +14,8 @@ from posttrain.api.build import facts, make_parts, make_policy, words_in_tokens
 from posttrain.api.by_rows import choose_reading
 from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
-from posttrain.api.lineage import began_with, write_lineage
+from posttrain.api.inputs import INPUTS, input_digests, task_digests
+from posttrain.api.lineage import BEGAN, began_with, write_lineage
 from posttrain.api.proofs import prove_start
 from posttrain.api.ranked import leading, over_ranks, rank_threads, refuse_policy
 from posttrain.api.request import RunRequest
@@ -152,7 +153,9 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     if book is None:
         folder = request.out or new_folder(Path("runs"), run.recipe)
         contained = dict.fromkeys(x for e in request.environments for x in e.abilities.contained)
-        began = began_with(run, policy, {s.name: request.others.get(s.name, request.environment) for s in run.stages})
+        places = {s.name: request.others.get(s.name, request.environment) for s in run.stages}
+        began = began_with(run, policy, places)
+        began[BEGAN][INPUTS] = {**input_digests(run), **task_digests(run, places)}
         book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **began, **request.recorded})
         cleanup.callback(book.close)
         if request.objects.data:

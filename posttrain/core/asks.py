@@ -48,6 +48,8 @@ class Ask:
     path: str
     kind: Kind
     what: str
+    reads: tuple[str, ...] = ()
+    """What is read there: files, folders, and hub ids."""
 
     @property
     def digest(self) -> str:
@@ -57,8 +59,10 @@ class Ask:
         ).hexdigest()
 
 
-Found = tuple[Kind, str] | None
+Found = tuple[Kind, str] | tuple[Kind, str, tuple[str, ...]] | None
 
+DATA_FILES = (".jsonl", ".json", ".parquet")
+"""Endings of the files that hold data."""
 SHIPPED = Path(__file__).parents[1] / "recipe" / "data"
 """Folder of the prompts and rewards of the shipped recipes, a part of posttrain's own code."""
 
@@ -76,7 +80,9 @@ def _code(name: str) -> Found:
     if is_inline(name):  # an object that the user's own program hands again
         return None
     path, colon, attribute = name.rpartition(":")
-    return (Kind.CODE, f"runs {attribute} of the Python file {_file(path)}") if colon and not _shipped(path) else None
+    if not colon or _shipped(path):
+        return None
+    return Kind.CODE, f"runs {attribute} of the Python file {_file(path)}", (path,)
 
 
 def _env(name: str) -> Found:
@@ -92,17 +98,22 @@ def _env(name: str) -> Found:
     )
 
 
+def _here(name: str) -> bool:
+    """Whether a name is that of a file or folder of this machine, there or not, and no hub id."""
+    path = Path(name).expanduser()  # no hub id has two slashes, or the ending of a file of data
+    return name.count("/") > 1 or path.exists() or path.suffix in DATA_FILES
+
+
 def _model(name: str) -> Found:
-    here = name.count("/") > 1 or Path(name).expanduser().exists()  # no hub id has two slashes
-    return Kind.OUTSIDE, f"loads the model in {_file(name)}" if here else f"fetches the model {name} from the hub"
+    what = f"loads the model in {_file(name)}" if _here(name) else f"fetches the model {name} from the hub"
+    return Kind.OUTSIDE, what, (name,)
 
 
 def _data(name: str) -> Found:
     if _shipped(name) or is_inline(name):  # rows that are kept inside the folder
         return None
-    return Kind.OUTSIDE, f"reads the data in {_file(name)}" if Path(
-        name
-    ).expanduser().exists() else f"fetches the data set {name} from the hub"
+    what = f"reads the data in {_file(name)}" if _here(name) else f"fetches the data set {name} from the hub"
+    return Kind.OUTSIDE, what, (name,)
 
 
 def _sandbox(name: str) -> Found:
@@ -124,7 +135,7 @@ def _trackers(names: tuple[str, ...]) -> Found:
 def _reward(name: str) -> Found:
     found = Reward(function=name)
     if found.judge:
-        return Kind.OUTSIDE, f"reads the judge in {_file(found.judge)}"
+        return Kind.OUTSIDE, f"reads the judge in {_file(found.judge)}", (found.judge,)
     outside = tuple(m for m in found.models if not m.startswith(STAGE))
     if found.models and not outside:
         return None
@@ -132,7 +143,7 @@ def _reward(name: str) -> Found:
 
 
 def _models(names: tuple[str, ...]) -> Found:
-    return Kind.OUTSIDE, " and ".join(found[1] for n in names if (found := _model(n)) is not None)
+    return Kind.OUTSIDE, " and ".join(found[1] for n in names if (found := _model(n)) is not None), names
 
 
 Decision = Callable[[Any, Any], Found]
@@ -283,4 +294,4 @@ def _walk(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
 def asks(run: Run) -> tuple[Ask, ...]:
     """Everything the run asks for, in the order of its fields."""
     found = ((path, _asked(node, name, value)) for path, node, name, value in _walk(run, ""))
-    return tuple(Ask(path, *asked) for path, asked in found if asked)
+    return tuple(Ask(path, asked[0], asked[1], *asked[2:]) for path, asked in found if asked)

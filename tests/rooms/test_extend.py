@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from run_parts import SMALL
+from run_parts import REWARD, SMALL, mine, model_at
 
 import posttrain
 from posttrain.api.extend import ALLOWED, REFUSED, check_changes
@@ -16,7 +17,7 @@ from posttrain.core import files, reader
 from posttrain.core.asks import values
 from posttrain.core.book import AMENDED, Book
 from posttrain.core.checkpoint import find, scan
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.placement import Processes, Ray
 from posttrain.recipe.recipes import RECIPES
 
@@ -155,3 +156,120 @@ def test_a_run_that_learns_again_goes_on(tmp_path: Path) -> None:
     posttrain.run(*words, "rl.steps=6", out=tmp_path / "whole", quiet=True)
     posttrain.run("rl.steps=6", resume=tmp_path / "run", quiet=True)
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")
+
+
+# --- what it learns from ----------------------------------------------------------------------------------------------
+
+MORE: dict[str, tuple[str, ...]] = {
+    "grpo": (),
+    "sft": ("sft.steps=2", "sft.batch=4"),
+    "dpo": ("sft=none", "env.rewards=none", "dpo.steps=2", "dpo.batch=4"),
+    "reward_model": ("reward_model.steps=2", "reward_model.batch=4"),
+    "reject": (
+        *("env=prompts", "sft=none", "reject.prompts=4", "reject.siblings=2", "reject.batch=4", "reject.steps=2"),
+        *("reject.rounds=1", "reject.sampling.max_tokens=4"),
+    ),
+}
+"""Further words of a run of each kind of stage that reads data."""
+LONGER = {"grpo": "rl.steps=3", "reject": "reject.rounds=2 reject.steps=4"}
+HELPED = "from extend_helper import factor\n" + REWARD.replace("return ", "return factor() * ")
+
+
+def reads_files(folder: Path, recipe: str) -> tuple[str, ...]:
+    """Words of a run that learns from `mine.jsonl`, and of rewards in `mine.py`, which imports a module beside it."""
+    words = mine(folder, reward=HELPED)
+    (folder / "extend_helper.py").write_text("def factor():\n    return 1.0\n")
+    rows = [json.loads(line) for line in (folder / "mine.jsonl").read_text().splitlines()]
+    if recipe in ("dpo", "reward_model"):
+        rows = [{"prompt": r["prompt"], "chosen": r["answer"], "rejected": r["answer"] + "9"} for r in rows]
+    (folder / "mine.jsonl").write_text("".join(json.dumps({**r, "level": i % 3}) + "\n" for i, r in enumerate(rows)))
+    own = [w for w in words[2:] if recipe == "grpo" or not w.startswith("rl.")]
+    judged = recipe in ("dpo", "reward_model")
+    return (recipe, *[w for w in own if not judged or "env.rewards" not in w], *MORE[recipe])
+
+
+def replaced(name: str, old: str, new: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text((folder / name).read_text().replace(old, new))
+
+
+def cut(folder: Path) -> None:
+    lines = (folder / "mine.jsonl").read_text().splitlines(keepends=True)
+    (folder / "mine.jsonl").write_text("".join(lines[:14]))
+
+
+INPUTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "column": ("grpo", replaced("mine.jsonl", '"level": 1', '"level": 2'), "env.prompts: .*mine.jsonl was changed"),
+    "reward": ("grpo", replaced("mine.py", "return ", "return -"), "env.rewards.0.function: .*mine.py was changed"),
+    "module": ("grpo", replaced("extend_helper.py", "1.0", "-1.0"), "extend_helper.py was changed"),
+    "deleted": ("grpo", lambda f: (f / "mine.jsonl").unlink(), "env.prompts names .*mine.jsonl, and it is gone"),
+    "imitated": ("sft", replaced("mine.jsonl", '"completion": "1', '"completion": "2'), "mine.jsonl was changed"),
+    "pairs": ("dpo", cut, "mine.jsonl was changed"),
+    "judged": ("reward_model", cut, "mine.jsonl was changed"),
+    "kept": ("reject", replaced("mine.py", "return ", "return -"), "mine.py was changed"),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_what_a_run_reads_is_compared_before_it_goes_on(name: str, tmp_path: Path) -> None:
+    """Refused with the file's name, and nothing in the folder is changed; put back, it goes on without a word."""
+    recipe, change, says = INPUTS[name]
+    posttrain.run(*reads_files(tmp_path, recipe), out=tmp_path / "run", quiet=True)
+    saved = {n: (tmp_path / n).read_bytes() for n in ("mine.jsonl", "mine.py", "extend_helper.py")}
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "lock"}
+    change(tmp_path)
+    longer = LONGER.get(recipe, f"{recipe}.steps=3").split()
+    with pytest.raises(RunFolderError, match=says):
+        posttrain.run(*longer, resume=tmp_path / "run", quiet=True)
+    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "lock"}
+    for file, data in saved.items():
+        (tmp_path / file).write_bytes(data)
+    posttrain.run(*longer, resume=tmp_path / "run", quiet=True)
+    assert "inputs" not in reader.run_file(tmp_path / "run").facts["history"][-1]
+
+
+def test_an_accepted_change_is_recorded_and_then_compared_with(tmp_path: Path) -> None:
+    posttrain.run(*reads_files(tmp_path, "grpo"), out=tmp_path / "run", quiet=True)
+    replaced("mine.jsonl", '"level": 1', '"level": 2')(tmp_path)
+    posttrain.run("rl.steps=3", resume=tmp_path / "run", accept_changed=True, quiet=True)
+    (entry,) = reader.run_file(tmp_path / "run").facts["history"]
+    assert entry["inputs"].keys() == {"env.prompts", "tasks of rl"} and entry["step"] == 2
+    posttrain.run("rl.steps=4", resume=tmp_path / "run", quiet=True)
+    cut(tmp_path)
+    with pytest.raises(RunFolderError, match="env.prompts: .*mine.jsonl was changed"):
+        posttrain.run("rl.steps=5", resume=tmp_path / "run", quiet=True)
+
+
+def test_models_that_a_run_reads_are_compared(tmp_path: Path) -> None:
+    """The policy's own, a reference, and a reward model that went on meanwhile."""
+    model, rm = model_at(tmp_path / "model"), tmp_path / "rm"
+    (tmp_path / "data").mkdir()
+    data = [w for w in reads_files(tmp_path / "data", "reward_model") if not w.startswith("model.")]
+    posttrain.run(*data, f"model={model}", out=rm, quiet=True)
+    words = [w for w in reads_files(tmp_path, "grpo") if "rewards" not in w and not w.startswith("model.")]
+    more = (f"model={model}", f"rl.reference={model}", "rl.algorithm.pull.coef=0.1", f"env.rewards=model:{rm}")
+    posttrain.run(*words, *more, out=tmp_path / "run", quiet=True)
+    (model / "README.md").write_text("not read by a model")
+    posttrain.run("rl.steps=3", resume=tmp_path / "run", quiet=True)
+    held = (model / "config.json").read_text()
+    (model / "config.json").write_text(held.replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
+    with pytest.raises(RunFolderError, match=r"model.path: .*config.json was changed \(and 1 more\)"):
+        posttrain.run("rl.steps=4", resume=tmp_path / "run", quiet=True)
+    (model / "config.json").write_text(held)
+    posttrain.run("reward_model.steps=3", resume=rm, quiet=True)
+    with pytest.raises(RunFolderError, match=r"env.rewards.0.function: .*rm was changed"):
+        posttrain.run("rl.steps=4", resume=tmp_path / "run", quiet=True)
+
+
+def test_a_folder_of_an_older_version_goes_on_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it has digests of is compared; what it has none of is a note."""
+    posttrain.run(*reads_files(tmp_path, "grpo"), out=tmp_path / "run", quiet=True)
+    data = json.loads((tmp_path / "run" / "run.json").read_text())
+    del data["began_with"]["inputs"]
+    data["digests"] = reader.digests({k: v for k, v in data.items() if k != "digests"})
+    (tmp_path / "run" / "run.json").write_text(json.dumps(data))
+    replaced("mine.jsonl", '"level": 1', '"level": 2')(tmp_path)
+    posttrain.run("rl.steps=3", resume=tmp_path / "run")
+    assert "has no digests of all files that it reads" in " ".join(capsys.readouterr().out.split())
+    cut(tmp_path)
+    with pytest.raises(RunFolderError, match="tasks of rl: .*mine.jsonl was changed"):
+        posttrain.run("rl.steps=4", resume=tmp_path / "run", quiet=True)

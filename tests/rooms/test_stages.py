@@ -1,16 +1,26 @@
-"""Stages: what a run without held-out tasks does."""
+"""Stages: what a run without held-out tasks does, and what a stage began with."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from posttrain.core import reader
-from posttrain.core.errors import ConfigError
-from tests.tiny import play, tiny_parts, tiny_run
+import posttrain
+from posttrain.core import files, reader
+from posttrain.core.checkpoint import scan
+from posttrain.core.errors import ConfigError, InvariantError
+from posttrain.core.ladder import GRPO
+from posttrain.core.pieces.pull import KL
+from posttrain.core.run import Optimizer
+from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 
 def test_training_without_measuring(tmp_path: Path) -> None:
@@ -27,3 +37,84 @@ def test_a_target_needs_something_to_measure() -> None:
     run = tiny_run(target=0.9, eval_every=1)
     with pytest.raises(ConfigError, match="never measured"):
         replace(run, env=replace(run.env, heldout=0))
+
+
+# --- what a stage began with ------------------------------------------------------------------------------------------
+
+MUTANTS = {
+    "the start is kept anew": ("sequence", " and p.running is None", " or p.running is None", "would take their place"),
+    "the start is not read": ("role_parts", "if checkpoint is None:", "if True:", "reference came back changed"),
+    "another start is read": (
+        "role_parts",
+        "name or starts(",
+        'name or "rl" or starts(',
+        "reference came back changed",
+    ),
+}
+"""Planted changes: the module, what is replaced, by what, and what is said of it."""
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of one stage with a KL to its start."""
+    folder = tmp_path_factory.mktemp("runs") / "compared"
+    grpo = replace(GRPO, pull=KL(coef=0.1))
+    run = only_rl(tiny_run(algorithm=grpo, optimizer=Optimizer(lr=0.02, warmup=0)))
+    posttrain.run(replace(run, keep_checkpoints=9, deterministic=True), out=folder, quiet=True)
+    return folder
+
+
+def cut(compared: Path, tmp_path: Path) -> Path:
+    """A copy of it, and in it the checkpoint after the second step."""
+    shutil.copytree(compared, tmp_path / "run")
+    return [c.folder for c in scan(tmp_path / "run") if c.state["running"]][-1]
+
+
+def kl(folder: Path) -> list[float]:
+    return [s.gauges["policy/kl_reference"].mean for s in reader.steps(folder)]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_stage_that_goes_on_has_the_start_it_began_with(
+    name: str, compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reference is the model at its start. Each planted change makes it the policy of today, with a KL of 0."""
+    where, old, new, says = MUTANTS[name]
+    checkpoint = cut(compared, tmp_path)
+    true: Any = importlib.import_module(f"posttrain.controller.stages.{where}")
+    text = Path(true.__file__).read_text()
+    assert text.count(old) == 1
+    planted: dict[str, Any] = {"__name__": "planted"}
+    exec(compile(text.replace(old, new), "planted", "exec"), planted)
+    name = "Stages" if where == "sequence" else "frozen_start"
+    whole = getattr(true, name)
+    with monkeypatch.context() as m:
+        for module in [x for x in list(sys.modules.values()) if x.__name__.startswith("posttrain.")]:
+            if vars(module).get(name) is whole:
+                m.setattr(module, name, planted[name])
+        with pytest.raises(InvariantError, match=says):
+            posttrain.run(resume=checkpoint, quiet=True)
+    shutil.rmtree(tmp_path / "run")
+    posttrain.run(resume=cut(compared, tmp_path), quiet=True)
+    assert kl(tmp_path / "run") == kl(compared) and kl(compared)[-1] > 0.01
+
+
+def test_a_start_that_was_replaced_in_the_folder_is_refused(compared: Path, tmp_path: Path) -> None:
+    """Also with digests of its own. A folder of an older version has no fingerprint of it, and goes on."""
+    checkpoint = cut(compared, tmp_path)
+    start = tmp_path / "run" / "kept" / "start"
+    shutil.copyfile(checkpoint / "weights.safetensors", start / "weights.safetensors")
+    (start / "digests.json").write_text(
+        json.dumps({"weights.safetensors": files.digest(start / "weights.safetensors")})
+    )
+    shutil.copytree(tmp_path / "run", tmp_path / "old")
+    with pytest.raises(InvariantError, match="weights kept as 'start' came back changed"):
+        posttrain.run(resume=checkpoint, quiet=True)
+    old = tmp_path / "old" / "checkpoints" / checkpoint.name
+    state = json.loads((old / "state.json").read_text())
+    del state["state"]["kept"], state["state"]["running"]["reference_digest"]
+    (old / "state.json").write_text(json.dumps(state))
+    (old / "digests.json").write_text(
+        json.dumps({p.name: files.digest(p) for p in old.iterdir() if p.name != "digests.json"})
+    )
+    posttrain.run(resume=old, quiet=True)

@@ -51,6 +51,12 @@ def add(sub: Subparsers) -> None:
         help="start although fault=NAME plants a bug on purpose (posttrain faults lists them); its numbers mean "
         "nothing",
     )
+    p.add_argument(
+        "--accept-changed",
+        action="store_true",
+        help="with --resume: go on although data, rewards or models that it reads are not as they were when it was "
+        "begun; run.json records it",
+    )
     _add_ranks(p)
     add_trust(p)
     p.add_argument(
@@ -111,7 +117,8 @@ def run(o: Namespace) -> int:
         from posttrain.api.ranked import follow
 
         return follow(ranks)
-    options = RunOptions(out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust, ranks=ranks)
+    given = {n: getattr(o, n) for n in ("out", "resume", "allow_fault", "trust", "accept_changed")}
+    options = RunOptions(**given, ranks=ranks)
     with requested(o.recipe or "", o.overrides, options) as request:
         if o.dry_run:
             tell(_written(o, request))

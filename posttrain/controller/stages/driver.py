@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 from posttrain.algorithm.losses import Reads
 from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.parts import MeasuredReport, RunParts
+from posttrain.controller.stages.kept_weights import keep, load_kept
 from posttrain.controller.stages.progress import Progress, Reopening, StageResult, StageState, state_fingerprint
 from posttrain.core import reader
 from posttrain.core.abilities import declared
@@ -34,7 +35,7 @@ from posttrain.role.memory import PeakMemory
 from posttrain.role.roles import RoleCosts
 from posttrain.role.trainer import Trainer
 from posttrain.role.warm_up import largest, warm_up
-from posttrain.role.weights import load_optimizer, load_weights, save_optimizer, save_weights
+from posttrain.role.weights import load_optimizer, save_optimizer, save_weights
 
 S = TypeVar("S", bound=Stage)
 T = TypeVar("T", bound=StageState)
@@ -42,11 +43,6 @@ A = TypeVar("A")
 
 DRIVERS: dict[type[Stage], type[Driver[Any, Any, Any]]] = {}
 """Who takes the steps of a stage, by the type of its settings."""
-
-
-def keep(parts: RunParts, name: str) -> None:
-    """Keep the learner's weights for the whole run under a name."""
-    parts.book.keep(name, lambda folder: save_weights(folder, parts.learner))
 
 
 class Driver(ABC, Generic[S, T, A]):
@@ -201,7 +197,7 @@ class Driver(ABC, Generic[S, T, A]):
         start = starts(parts.run.stages, self.stage)
         s.before, s.reward_before = self._known(start)
         if start != come_to(parts.run.stages, self.stage):
-            load_weights(parts.book.kept(start), parts.learner)
+            load_kept(parts, p, start)
             p.version = parts.version = p.version + 1
             if self._of_the_run:
                 p.accuracy = p.reward = None
@@ -273,9 +269,9 @@ class Driver(ABC, Generic[S, T, A]):
         if result.agreement:
             measured += f"; {result.agreement[0]:.3f} of held-out pairs ordered as judged"
         parts.say(f"{stage.name}: done, {result.why}{measured}{'' if report is None else report.words}")
-        keep(parts, stage.name)
+        keep(parts, p, stage.name)
         if not stage.hands_on:
-            load_weights(parts.book.kept(come_to(parts.run.stages, stage)), parts.learner)
+            load_kept(parts, p, come_to(parts.run.stages, stage))
             p.version = parts.version = p.version + 1
         p.stage, p.running, p.reopening = p.stage + 1, None, reopening
         self._checkpoint(p.reward[0] if p.reward else None)

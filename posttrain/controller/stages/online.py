@@ -10,7 +10,7 @@ from posttrain.algorithm.preference import PreferenceLoss
 from posttrain.algorithm.preference_whole import prepared
 from posttrain.controller.stages.driver import Driver
 from posttrain.controller.stages.progress import StageState
-from posttrain.controller.stages.role_parts import frozen_start, stage_parts
+from posttrain.controller.stages.role_parts import frozen_start, same_reference, stage_parts
 from posttrain.controller.step import DataBatch, learn_from
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Step, merge
@@ -132,5 +132,5 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         if not stage.algorithm.reads_reference:
             return None
         if stage.reference is not None:
-            return parts.teacher(stage.reference)
+            return same_reference(self, parts.teacher(stage.reference))
         return frozen_start(self, checkpoint)

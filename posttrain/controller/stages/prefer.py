@@ -11,6 +11,7 @@ import numpy as np
 from posttrain.algorithm.preference import PreferenceLoss
 from posttrain.algorithm.preference_whole import mismatched, prepared, scores_of
 from posttrain.controller.stages.driver import Driver
+from posttrain.controller.stages.kept_weights import load_kept
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.stages.role_parts import data_parts
 from posttrain.controller.step import DataBatch, learn_from
@@ -36,7 +37,7 @@ from posttrain.role.judgements import (
 )
 from posttrain.role.reference_scores import LogProbs, ReferenceScores
 from posttrain.role.roles import PreferenceRoles
-from posttrain.role.weights import load_weights, restore, snapshot
+from posttrain.role.weights import restore, snapshot
 
 HELDOUT_PART = 256
 """Held-out judgements that are scored at once."""
@@ -196,7 +197,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             return self._computed(scorer) if self._ahead() else scorer
         now = snapshot(parts.learner) if checkpoint is not None else None
         if now is not None:
-            load_weights(parts.book.kept(starts(parts.run.stages, stage)), parts.learner)
+            load_kept(parts, self.progress, starts(parts.run.stages, stage))
         try:
             if not self._ahead():
                 frozen = parts.freeze()

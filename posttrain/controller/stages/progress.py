@@ -74,6 +74,8 @@ class StageState(Open, begin=True):
     optimizer: str = ""
     """Fingerprint of the optimizer's state at the checkpoint."""
     agreement_before: float | None = None
+    reference_digest: str = ""
+    """Fingerprint of the reference; '' where the stage reads none."""
     skipped: int = 0
     """Optimizer steps in a row that were left out, up to now."""
     ended: str = ""
@@ -112,6 +114,8 @@ class Progress:
     checks: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What those who check the run keep of it, over all stages."""
     results: tuple[StageResult, ...] = ()
+    kept: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Fingerprints of the weights that stay in the run folder, by their names."""
     running: StageState | None = None
     """Where the stage stands that was cut in its middle."""
     reopening: Reopening | None = None

@@ -13,9 +13,10 @@ import numpy as np
 from posttrain.algorithm.losses import Reads
 from posttrain.algorithm.steer import AdaptiveState
 from posttrain.controller.parts import nothing_waits
-from posttrain.controller.stages.driver import Driver, keep
+from posttrain.controller.stages.driver import Driver
+from posttrain.controller.stages.kept_weights import keep
 from posttrain.controller.stages.progress import StageState
-from posttrain.controller.stages.role_parts import stage_parts
+from posttrain.controller.stages.role_parts import frozen_start, same_reference, stage_parts
 from posttrain.controller.step import ask, learn
 from posttrain.core.batch import Packed
 from posttrain.core.experience import Experience
@@ -25,7 +26,6 @@ from posttrain.core.ports import Reference
 from posttrain.core.queued import QUEUE, REPLAY, QueuedGroup, load_groups, save_groups
 from posttrain.core.run import Reinforce
 from posttrain.core.sampling import Sampling
-from posttrain.core.stage import starts
 from posttrain.role.average import AveragePolicy
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import RestoredEvent
@@ -37,7 +37,7 @@ from posttrain.role.prompts import Prompts
 from posttrain.role.replay_buffer import ReplayBuffer
 from posttrain.role.roles import ReinforceRoles, stream_of
 from posttrain.role.trainer import Trainer
-from posttrain.role.weights import load_optimizer, load_weights, restore, save_optimizer, save_weights, snapshot
+from posttrain.role.weights import load_optimizer, load_weights, save_optimizer, save_weights
 
 IMPLICIT = "implicit"
 """The folder of a checkpoint that holds the implicit process reward model."""
@@ -233,23 +233,18 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         if not self.stage.algorithm.reads & {"reference", "teacher"} or self.stage.algorithm.own_teacher:
             return None
         if self.stage.reference is not None and not self.state.reference:
-            return parts.teacher(self.stage.reference)
-        if checkpoint is None:
-            return parts.freeze()
-        now = snapshot(parts.learner)
-        load_weights(parts.book.kept(self.state.reference or starts(parts.run.stages, self.stage)), parts.learner)
-        reference = parts.freeze()
-        restore(parts.learner, now)
-        return reference
+            return same_reference(self, parts.teacher(self.stage.reference))
+        return frozen_start(self, checkpoint, self.state.reference)
 
     def _refresh(self, step: Step) -> Step:
         """The policy becomes its own reference where the algorithm says so; its weights are kept, for a resumed run."""
         every = self.stage.algorithm.refresh
         if not every or step.index % every:
             return step
-        self.roles.reference = self.parts.freeze()
+        self.roles.reference = reference = self.parts.freeze()
+        self.state.reference_digest = reference.digest
         self.state.reference = f"{step.stage}-reference-{step.index:06d}"
-        keep(self.parts, self.state.reference)
+        keep(self.parts, self.progress, self.state.reference)
         return replace(step, notes=(*step.notes, f"the reference is now the policy of step {step.index}"))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from posttrain.algorithm.losses import Likelihood
 from posttrain.controller.stages.driver import Driver
+from posttrain.controller.stages.kept_weights import load_kept
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.stages.reinforce import productive_band
 from posttrain.controller.stages.role_parts import data_parts
@@ -50,7 +51,6 @@ from posttrain.role.regenerate import RegeneratedAnswer, Regenerator, regenerate
 from posttrain.role.roles import RejectionRoles, stream_of
 from posttrain.role.step_judge import StepJudge
 from posttrain.role.steps import StepLabeler, TokenEnds
-from posttrain.role.weights import load_weights
 
 
 @dataclass
@@ -265,7 +265,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
     def _restart(self) -> None:
         """The weights that the stage started from, with a new optimizer."""
         parts, trainer = self.parts, self.trainer
-        load_weights(parts.book.kept(starts(parts.run.stages, self.stage)), parts.learner)
+        load_kept(parts, self.progress, starts(parts.run.stages, self.stage))
         trainer.version += 1
         trainer.optimizer = parts.optimize(self.stage.optimizer)
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.controller.stages.driver import Driver
+from posttrain.controller.stages.kept_weights import load_kept
 from posttrain.core.ports import Reference
 from posttrain.core.stage import starts
-from posttrain.role.weights import load_weights, restore, snapshot
+from posttrain.role.events import RestoredEvent
+from posttrain.role.weights import restore, snapshot
 
 
 def stage_parts(driver: Driver[Any, Any, Any]) -> dict[str, Any]:
@@ -39,14 +41,25 @@ def data_parts(driver: Driver[Any, Any, Any]) -> dict[str, Any]:
     }
 
 
-def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None) -> Reference:
-    """A frozen copy of the model as the stage began. `checkpoint`: of a stage that was cut in its middle; the weights
-    that the run kept of its beginning are read again."""
-    parts, stage = driver.parts, driver.stage
+def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: str = "") -> Reference:
+    """A frozen copy of the model as the stage began, or of the weights that were kept under a name.
+
+    Args:
+        checkpoint: of a stage that was cut in its middle; the kept weights are read again.
+    """
+    parts = driver.parts
     if checkpoint is None:
-        return parts.freeze()
+        return same_reference(driver, parts.freeze())
     now = snapshot(parts.learner)
-    load_weights(parts.book.kept(starts(parts.run.stages, stage)), parts.learner)
+    load_kept(parts, driver.progress, name or starts(parts.run.stages, driver.stage))
     reference = parts.freeze()
     restore(parts.learner, now)
+    return same_reference(driver, reference)
+
+
+def same_reference(driver: Driver[Any, Any, Any], reference: Reference) -> Reference:
+    """The reference. InvariantError where a stage that goes on has another one than before."""
+    state = driver.state
+    driver.parts.watch.emit(RestoredEvent("reference", state.reference_digest, lambda: reference.digest))
+    state.reference_digest = reference.digest
     return reference

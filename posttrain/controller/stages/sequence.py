@@ -8,7 +8,8 @@ from typing import Any
 
 from posttrain.controller.interrupt import Stopper
 from posttrain.controller.parts import RunParts
-from posttrain.controller.stages.driver import DRIVERS, Driver, keep
+from posttrain.controller.stages.driver import DRIVERS, Driver
+from posttrain.controller.stages.kept_weights import keep
 from posttrain.controller.stages.progress import Progress
 from posttrain.core import tree
 from posttrain.core.errors import ConfigError, InvariantError
@@ -33,7 +34,7 @@ class Stages:
         parts.watch.emit(RestoredEvent("weights", p.weights, parts.learner.fingerprint))
         parts.version = p.version
         if not p.stage and p.running is None:
-            keep(parts, START)
+            keep(parts, p, START)
         for stage in parts.run.stages[p.stage :]:
             cut = checkpoint if p.running is not None else None
             yield DRIVERS[type(stage)](parts, p, stage, self.stopper, cut)

@@ -1,0 +1,234 @@
+"""Inputs that a run reads by path: their digests in run.json, and what of them is another one when it goes on.
+
+Every setting that names a file, a folder or a model counts (`Ask.reads`), with the modules beside a Python file that it
+imports, and so do the tasks that the environments give. A hub id counts by its revision in the cache. What a user's
+code opens by itself is not known.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from posttrain.api.branch import MODEL, TOKENIZER, run_source
+from posttrain.api.lineage import BEGAN, code_digests, tasks_digest
+from posttrain.core import files
+from posttrain.core.abilities import declared
+from posttrain.core.asks import Kind, asks, values
+from posttrain.core.certificate import FREE, LINEAGE, READ
+from posttrain.core.checkpoint import find
+from posttrain.core.errors import ConfigError, RunFolderError
+from posttrain.core.given import LARGEST_SOURCE
+from posttrain.core.ports import Environment
+from posttrain.core.reader import run_file
+from posttrain.core.run import Run
+from posttrain.engine.locate import HUB_ID
+from posttrain.engine.saved_adapter import saved_adapter
+
+INPUTS = "inputs"
+"""The entry of run.json about what the run began with, and of its history where a change was accepted."""
+DATA = (*READ, ".arrow", ".parquet", ".jsonl", ".csv")
+MOST_MODULES = 200
+REVISION = "revision"
+"""Of a hub id, in place of a digest: this word and its revision, where it is in the cache."""
+Digests = dict[str, dict[str, str]]
+"""By the setting: the digest of each file by its name."""
+
+
+def input_digests(run: Run) -> Digests:
+    """Digest of every file that a run reads from outside its folder. A branch has a copy of its model in the folder."""
+    read = [a for a in asks(run) if a.reads and not (a.path == "model.path" and run_source(a.reads[0]))]
+    return {a.path: found for a in read if (found := {k: d for n in a.reads for k, d in _files(n, a.kind)})}
+
+
+def task_digests(run: Run, environments: Mapping[str, Environment], info: bool = True) -> Digests:
+    """Digest of the tasks of every stage. `environments`: by the names of the stages."""
+    label = {s.name: run.env_of(s).prompts or run.env_of(s).name for s in run.stages}
+    return {f"tasks of {name}": {label[name]: tasks_digest(e, info)} for name, e in environments.items()}
+
+
+def _files(name: str, kind: Kind) -> Iterator[tuple[str, str]]:
+    """(name, digest) of the files that are read where a setting names this file, folder or hub id."""
+    path = Path(name).expanduser()
+    if (source := run_source(name)) is not None:
+        used = (find(*source).folder, source[0] / MODEL, source[0] / TOKENIZER)
+        lists = [p / files.DIGESTS for p in used if (p / files.DIGESTS).is_file()]
+        yield name, hashlib.blake2b(b"".join(p.read_bytes() for p in lists), digest_size=32).hexdigest()
+        return
+    if path.is_dir():
+        model = (path / "config.json").exists() or (path / "adapter_config.json").exists()
+        found = {f"{name}/{p.relative_to(path)}": p for p in sorted(path.glob("*" if model else "**/*")) if _counts(p)}
+        yield from _digested(found)
+        if (saved := saved_adapter(path)) is not None:
+            yield from _files(saved.base, kind)
+    elif path.is_file():
+        modules = _modules(path) if kind is Kind.CODE else ()
+        yield from _digested({name: path, **{str(p): p for p in modules}})
+    elif kind is Kind.OUTSIDE and HUB_ID.fullmatch(name):
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "config.json")
+        yield name, f"{REVISION} {Path(cached).parent.name}" if isinstance(cached, str) else REVISION
+
+
+def _counts(path: Path) -> bool:
+    kept = path.suffix in DATA and path.name not in (*FREE, LINEAGE) and not path.name.startswith((".", "cache-"))
+    return kept and path.is_file()
+
+
+def _digested(found: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+    try:
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            yield from zip(found, pool.map(files.digest, found.values()), strict=True)
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def _modules(path: Path) -> list[Path]:
+    """The modules beside a Python file that it imports, and those that they import. Nothing is run."""
+    found, left = dict[Path, None](), [path]
+    while left and len(found) < MOST_MODULES:
+        here = left.pop()
+        found[here] = None
+        try:
+            tree = ast.parse(here.read_bytes() if here.stat().st_size <= LARGEST_SOURCE else b"")
+        except (SyntaxError, ValueError, RecursionError, OSError):
+            continue
+        for base, name in _imported(tree, here, path.parent):
+            place = base.joinpath(*name.split("."))
+            options = (place.with_suffix(".py"), place / "__init__.py")
+            left += [p for p in options if p.is_file() and p not in found and p not in left]
+    return list(found)[1:]
+
+
+def _imported(tree: ast.AST, here: Path, top: Path) -> Iterator[tuple[Path, str]]:
+    """(folder, dotted name below it) of each module that may be imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names, base = [a.name for a in node.names], top
+        elif isinstance(node, ast.ImportFrom):
+            base = here.parents[min(node.level, len(here.parents)) - 1] if node.level else top
+            before = f"{node.module}." if node.module else ""
+            names = [*([node.module] if node.module else []), *(before + a.name for a in node.names)]
+        else:
+            continue
+        parts = [n.split(".") for n in names]
+        yield from {(base, ".".join(p[:n])): None for p in parts for n in range(1, len(p) + 1) if p[0] != "*"}
+
+
+# --- what changed -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChangedInput:
+    """An input that is not as it was. `now`: the digests of all files of its setting."""
+
+    path: str
+    what: str
+    now: Mapping[str, str]
+
+    @property
+    def line(self) -> str:
+        return f"{self.path}: {self.what}"
+
+
+def refuse_gone(folder: Path) -> None:
+    """RunFolderError where a file that the run began with is not there any more. Nothing is read."""
+    for path, kept in _began(run_file(folder).facts).items():
+        for name, digest in kept.items():
+            local = not digest.startswith(REVISION) and not path.startswith("tasks of ")
+            if local and not Path(name).expanduser().exists():
+                raise RunFolderError(f"{folder}: {path} names {name}, and it is gone. Put it back where it was")
+
+
+def changed_files(folder: Path, run: Run) -> list[ChangedInput]:
+    """The files of a run folder's settings that changed, of those settings that are the same in `run`."""
+    found = run_file(folder)
+    then = _began(found.facts)
+    if INPUTS not in _object(found.facts.get(BEGAN)):
+        codes = {s.name: code_digests(found.run.env_of(s)) for s in found.run.stages}
+        began = _object(_object(found.facts.get(BEGAN)).get("code"))
+        then = {f"rewards of {s}": _texts(began.get(s)) for s in codes} | then
+        return _differ(then, {f"rewards of {s}": code for s, code in codes.items()})
+    stored, now = values(found.run), values(run)
+    same = [p for p in then if p in stored and stored[p] == now.get(p)]
+    none: Digests = {p: {} for p in same}
+    return _differ({p: then[p] for p in same}, none | input_digests(found.run)) if same else []
+
+
+def changed_tasks(folder: Path, run: Run, environments: Mapping[str, Environment]) -> list[ChangedInput]:
+    """The stages whose environments give other tasks than the run of a folder began with."""
+    facts = run_file(folder).facts
+    then = _began(facts)
+    if INPUTS in _object(facts.get(BEGAN)):
+        return _differ(then, task_digests(run, environments))
+    kept = {name: e for name, e in environments.items() if declared(e).rows is not None}  # what code makes may vary
+    now, data = task_digests(run, kept, info=False), _object(_object(facts.get(BEGAN)).get("data"))
+    began = {f"tasks of {s}": dict.fromkeys(now[f"tasks of {s}"], str(data[s])) for s in kept if s in data}
+    return _differ(began | then, now)
+
+
+def _began(facts: Mapping[str, Any]) -> Digests:
+    """What the run began with, or what was accepted since."""
+    history: Any = facts.get("history")
+    later = [_object(x).get(INPUTS) for x in cast("list[Any]", history)] if isinstance(history, list) else []
+    every = (_object(facts.get(BEGAN)).get(INPUTS), *later)
+    return {k: _texts(v) for entry in every for k, v in _object(entry).items()}
+
+
+def _differ(then: Digests, now: Digests) -> list[ChangedInput]:
+    out: list[ChangedInput] = []
+    for path in [p for p in then if p in now]:
+        before, after = then[path], now[path]
+        for name in [n for n in {**before, **after} if not _same(before.get(n), after.get(n))][:1]:
+            how = (
+                "is gone" if after.get(name, REVISION) == REVISION else "was changed" if name in before else "was added"
+            )
+            out.append(ChangedInput(path, f"{name} {how}", after))
+    return out
+
+
+def _same(before: str | None, after: str | None) -> bool:
+    """Whether two digests are equal, or two revisions of which one is not known."""
+    unknown = REVISION in (before, after) and all(x is not None and x.startswith(REVISION) for x in (before, after))
+    return before == after or unknown
+
+
+def _object(data: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+
+
+def _texts(data: Any) -> dict[str, str]:
+    return {str(k): str(v) for k, v in _object(data).items()}
+
+
+def accepted(folder: Path, changed: list[ChangedInput], accept: bool) -> Digests:
+    """The new digests, which the history of the run records.
+
+    Raises:
+        RunFolderError: something changed, and that was not accepted.
+    """
+    if changed and not accept:
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise RunFolderError(
+            f"{folder} did not begin with what it would learn from now. {changed[0].line}{more} since. Put it back as"
+            " it was; or add --accept-changed (from Python accept_changed=True) to go on with it, which run.json then"
+            f" records; or begin a new run with the weights: model={folder}"
+        )
+    return {c.path: dict(c.now) for c in changed}
+
+
+def input_notes(folder: Path, taken: Digests) -> Iterator[str]:
+    """Lines about accepted changes, and about a folder that has no digests of its inputs."""
+    for path, now in taken.items():
+        yield f"note: {path}: {', '.join(now) or 'it'} is not as it was when the run was begun (accepted)"
+    if INPUTS not in _object(run_file(folder).facts.get(BEGAN)):
+        yield (
+            "note: an older version began this run, and its folder has no digests of all files that it reads: it cannot"
+            " be told whether they changed since"
+        )
