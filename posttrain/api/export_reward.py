@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from posttrain.core.batch import Packed
 from posttrain.core.certificate import ExportCertificate, ExportComparison
 from posttrain.core.errors import DataError
+from posttrain.core.interval import interval
 from posttrain.core.reward_head import HeadShape
 from posttrain.core.run import Model
 from posttrain.core.transcript import Transcript
@@ -136,8 +137,7 @@ def reward_card(name: str, shape: HeadShape, form: str, agreement: tuple[float, 
     """The README of an exported reward model."""
     figure = "It was not measured on held-out judgements."
     if agreement is not None:
-        mean, low, high = agreement
-        figure = f"It orders {mean:.3f} of held-out pairs as they were judged (95 % interval {low:.3f} to {high:.3f})."
+        figure = f"It orders {interval(*agreement)} of held-out pairs as they were judged (95 % interval)."
     lines = [f"# {name}", "", "A reward model: it scores a prompt with its completion; higher is better.", "", figure]
     lines += ["", f"It is written as {form}."]
     if shape.standard:

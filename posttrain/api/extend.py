@@ -6,6 +6,7 @@ run that begins with this one's weights may change anything (`model=RUN`, see `a
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -132,18 +133,20 @@ def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -
         if c.field in ALLOWED:
             continue
         why = REFUSED.get(c.field) or REFUSED.get(c.field.partition(".")[0]) or "the steps so far were taken with it"
-        near = (c.path, c.path.rpartition(".")[0])
-        said = next((w for w in words if _path(old, w).startswith(near) or c.path.startswith(_path(old, w))), "")
-        said = said or f"{c.path}={c.after}"
+        said = next((w for w in words if c.path in _alone(old, w)), f"{c.path}={c.after}")
         raise ConfigError(
             f"{said} cannot change in a run that goes on: {why} ({c.before}). What may change is {MAY}.\n"
-            f"{_branch(folder, old, [said], c.path)}"
+            f"{_branch(folder, old, list(dict.fromkeys((*words, said))), c.path)}"
         )
     return made
 
 
-def _path(run: Run, word: str) -> str:
-    return ".".join(dotted.address(run, word.partition("=")[0].strip()))
+def _alone(run: Run, word: str) -> set[str]:
+    """The paths that an override changes by itself."""
+    try:
+        return {c.path for c in changes(run, dotted.apply(run, [word]))}
+    except ConfigError:  # it is valid only beside others
+        return set()
 
 
 def _branch(folder: Path, run: Run, words: Sequence[str], path: str = "") -> str:
@@ -283,7 +286,8 @@ def history_entry(e: Extension, edited: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value if isinstance(value, SCALARS) else str(value)
+    known = isinstance(value, SCALARS) and value not in (math.inf, -math.inf)
+    return list(value) if isinstance(value, tuple) else value if known else str(value)
 
 
 def begin(e: Extension, book: Book, checkpoint: Checkpoint | None) -> Checkpoint | None:

@@ -13,10 +13,11 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from posttrain.core import files
 from posttrain.core.errors import InvariantError, RunFolderError, nearest
+from posttrain.core.tree import build, to_plain
 
 SCHEMA = 1
 KEPT = "kept"
@@ -41,6 +42,7 @@ class Checkpoint:
     metric: float | None
     position: Position
     state: Mapping[str, Any]
+    """Plain data, with the infinite numbers that JSON does not have (the interval of a single prompt)."""
 
     def verify(self) -> Checkpoint:
         """This checkpoint; raises RunFolderError that names a damaged file."""
@@ -100,7 +102,7 @@ def _read(path: Path) -> Checkpoint:
             "metric": int() | float() | None as metric,
             "state": dict() as state,  # pyright: ignore[reportUnknownVariableType]
         } if steps >= 0 and episodes >= 0 and not isinstance(metric, bool):
-            return Checkpoint(path.name, path, order, metric, Position(steps, episodes), cast("dict[str, Any]", state))
+            return Checkpoint(path.name, path, order, metric, Position(steps, episodes), build(Any, state, str(file)))
         case _:
             raise RunFolderError(
                 f"{file} is damaged: it does not say position, order, metric and state as a checkpoint does"
@@ -188,7 +190,7 @@ class Checkpoints:
             raise InvariantError(f"checkpoint {name} was already written: names must differ")
         order = self.all[-1].order + 1 if self.all else 0
         where = {"steps": position.steps, "episodes": position.episodes}
-        data = {"schema": SCHEMA, "order": order, "metric": metric, "position": where, "state": dict(state)}
+        data = {"schema": SCHEMA, "order": order, "metric": metric, "position": where, "state": to_plain(dict(state))}
 
         def everything(staged: Path) -> None:
             fill(staged)

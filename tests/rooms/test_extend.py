@@ -102,6 +102,9 @@ REFUSALS: dict[tuple[str, ...], str] = {
     ): "rl.optimizer.lr=1e-3 cannot change.*learning rates so far.*(?s:.)*model=.*sft=none rl.optimizer.lr=1e-3",
     ("clip.high=0.3",): "clip.high=0.3 cannot change in a run that goes on: the steps so far",
     ("seed=4",): "seed=4 cannot change",
+    ("rl.steps=9", "seed=4"): "seed=4 cannot change.*(?s:.)*model=.*sft=none rl.steps=9 seed=4",
+    ("rl.steps=9", "rl.staleness=1"): "rl.staleness=1 cannot change.*(?s:.)*sft=none rl.steps=9 rl.staleness=1",
+    ("rl.steps=9", "clip=none"): "clip=none cannot change.*(?s:.)*sft=none rl.steps=9 clip=none",
     ("sft=none",): "goes on with the stages it was begun with",
     ("rl.stepz=4",): "did you mean 'steps'",
 }

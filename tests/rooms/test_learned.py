@@ -341,3 +341,27 @@ def test_students_point(freedom: float) -> None:
     stats = pytest.importorskip("scipy.stats")
     true = stats.t.ppf(0.975, freedom)
     assert true * 0.998 <= student95(freedom) <= true * (1.002 if freedom >= 2 else 1.2)
+
+
+@pytest.mark.parametrize("recipe", ["verifiable", "dpo", "reward_model"])
+def test_what_a_single_judgement_measured_is_read_everywhere(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its interval is infinite, which JSON has no number for. No episodes are recorded, so the checkpoint says it."""
+    pairs = "".join(f'{{"prompt": "say {i}: ", "chosen": "{i}", "rejected": "{i}9"}}\n' for i in range(9))
+    (tmp_path / "pairs.jsonl").write_text(pairs)
+    judged = (f"env.prompts={tmp_path / 'pairs.jsonl'}", f"{recipe}.steps=2", f"{recipe}.batch=4")
+    own = {"verifiable": TINY, "dpo": (*judged, "sft=none", "env.rewards=none"), "reward_model": judged}[recipe]
+    words = [*(w for w in own if "heldout" not in w), *(w for w in SMALL if w not in own)]
+    run = play(tmp_path / "run", recipe, *words, "env.heldout=1", "record_episodes=false")
+    capsys.readouterr()
+    assert main(["summary", str(run)]) == 0 and "[one prompt]" in capsys.readouterr().out
+    assert "[one prompt]" in posttrain.load(run).__repr__()
+    assert main(["plot", str(run), "--out", str(tmp_path / "p.svg")]) == 0
+    assert main(["export", str(run), str(tmp_path / "m")]) == 0
+    card = (tmp_path / "m" / "README.md").read_text()
+    assert "inf " not in card and "-inf" not in card
+    last = {"verifiable": "rl", "dpo": "dpo", "reward_model": "reward_model"}[recipe]
+    posttrain.run(f"{last}.steps=4", f"{last}.wall_time=inf", resume=run, quiet=True)
+    assert main(["summary", str(run)]) == 0
+    json.loads((run / "run.json").read_text(), parse_constant=pytest.fail)
