@@ -121,6 +121,7 @@ def _bench(lesson: Lesson) -> Markup:
         tag("ul", id="values", class_="values"),
         tag("div", id="says", aria_live="polite"),
         tag("div", id="pictures"),
+        class_="shown",
     )
     return tag("section", left, right, class_="bench", aria_label="the experiment")
 

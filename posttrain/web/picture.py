@@ -39,9 +39,9 @@ def number(x: float | None, digits: int = 4) -> str:
 
 
 def _plain(x: Any) -> Any:
-    """A value as JSON: floats with six significant digits, and None for what is not finite."""
+    """A value as JSON: floats with five significant digits, and None for what is not finite."""
     if isinstance(x, float):
-        return float(f"{x:.6g}") if math.isfinite(x) else None
+        return float(f"{x:.5g}") if math.isfinite(x) else None
     if isinstance(x, Mapping):
         return {str(k): _plain(v) for k, v in x.items()}
     if isinstance(x, Sequence) and not isinstance(x, str):
@@ -61,9 +61,12 @@ class Picture:
 
     def as_json(self) -> dict[str, Any]:
         """The picture as the front end reads it, with its table."""
-        columns, rows = self.table()
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return _plain({"kind": type(self).__name__.lower(), **fields, "columns": columns, "rows": rows})
+        shown = {"kind": type(self).__name__.lower(), **fields}
+        if not isinstance(self, Bars | Curve):
+            # Of bars and curves the table is the series themselves; sending it twice would double the size of a page.
+            shown["columns"], shown["rows"] = self.table()
+        return _plain(shown)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ def _one_thread() -> None:
 def sound(readout: Readout) -> None:
     """A readout that the front end can show: pictures with rows, finite values, no lost words."""
     shown = readout.as_json()
-    assert shown["pictures"] and all(p["rows"] and p["columns"] for p in shown["pictures"])
-    assert all(len(row) == len(p["columns"]) for p in shown["pictures"] for row in p["rows"])
+    tables = [p.table() for p in readout.pictures]
+    assert shown["pictures"] and all(columns and rows for columns, rows in tables)
+    assert all(len(row) == len(columns) for columns, rows in tables for row in rows)
     assert readout.sentence and not re.search(r"\bnan\b|\binf\b", readout.sentence)
     assert all(math.isfinite(v) for v in readout.values.values()), readout.values
 

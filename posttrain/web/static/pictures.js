@@ -248,10 +248,16 @@ const Pictures = (() => {
 
   const KINDS = { bars, curve, scatter, tiles, tree, gantt, matrix };
 
+  function tableOf(p) {
+    if (p.rows) return [p.columns, p.rows];
+    const names = Object.keys(p.series), first = p.labels || p.x;
+    return [[p.x_label || "", ...names], first.map((x, i) => [p.labels ? x : short(x), ...names.map((n) => short(p.series[n][i]))])];
+  }
+
   function numbers(p) {
-    const head = html("tr", {}, ...p.columns.map((c) => html("th", { scope: "col" }, c)));
-    const shown = p.rows.slice(0, 400).map((r) => html("tr", {}, ...r.map((c) => html("td", {}, c))));
-    const more = p.rows.length > 400 ? html("p", {}, `and ${p.rows.length - 400} more rows`) : "";
+    const [columns, rows] = tableOf(p), head = html("tr", {}, ...columns.map((c) => html("th", { scope: "col" }, c)));
+    const shown = rows.slice(0, 400).map((r) => html("tr", {}, ...r.map((c) => html("td", {}, c))));
+    const more = rows.length > 400 ? html("p", {}, `and ${rows.length - 400} more rows`) : "";
     return html("div", { class: "wide", tabindex: "0", role: "group", "aria-label": `${p.title}, as a table` }, html("table", {}, html("thead", {}, head), html("tbody", {}, ...shown)), more);
   }
 
@@ -268,8 +274,8 @@ const Pictures = (() => {
 
   // Draws pictures into a place, in the figures that are there already where they have the same kind and title.
   function draw(place, pictures) {
-    const width = Math.max(280, Math.min(760, place.clientWidth || 600));
     place.pictures = pictures;
+    place.classList.toggle("single", pictures.length === 1);
     pictures.forEach((p, i) => {
       let figure = place.children[i];
       if (!figure || figure.dataset.kind !== p.kind) {
@@ -280,6 +286,7 @@ const Pictures = (() => {
       }
       figure.picture = p;
       figure.querySelector("figcaption").textContent = p.title;
+      const width = Math.max(260, Math.min(860, figure.clientWidth || 600));
       const host = figure.querySelector(".drawn"), old = host.firstChild, now = KINDS[p.kind](p, width, old);
       if (now !== old && !(old && p.kind !== "curve" && become(old, now))) {
         old?.plot?.destroy();

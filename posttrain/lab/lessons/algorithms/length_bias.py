@@ -1,0 +1,92 @@
+"""Page 14: Dr.GRPO, and what an aggregation does to long answers."""
+
+from __future__ import annotations
+
+from posttrain.algorithm.credit import credit_step
+from posttrain.algorithm.weigh import weigh
+from posttrain.core.ladder import DAPO, DR_GRPO, GRPO
+from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Options, Readout, Slider, Values
+from posttrain.toy.episodes import rewarded
+from posttrain.web.picture import Bars, Curve
+
+RULES = {"sequence_mean (GRPO)": GRPO, "prompt_mean (DAPO)": DAPO, "constant (Dr.GRPO)": DR_GRPO}
+MOST = 256
+
+
+def token_push(rule: str, lengths: tuple[int, int], rewards: tuple[float, float]) -> tuple[float, float]:
+    """What one token of the short and of the long answer is pushed by: weight times credit, times the step's tokens."""
+    a = RULES[rule]
+    made = credit_step(a, rewarded(rewards, lengths=[list(lengths)]), max_tokens=MOST, ema=0.0).groups[0]
+    weights = weigh(a.aggregate, lengths, (0, 0), MOST)
+    credits = [float(e.advantage[0][0]) for e in made.episodes]
+    total = sum(lengths)
+    return float(weights[0] * credits[0] * total), float(weights[1] * credits[1] * total)
+
+
+def compute(k: Values) -> Readout:
+    short, long = int(k["short"]), int(k["long"])
+    rewards = (1.0, 0.0) if k["wrong"] == "the long one" else (0.0, 1.0)
+    found = {rule: token_push(rule, (short, long), rewards) for rule in RULES}
+    lengths = [10, 20, 40, 80, 120, 160, 200]
+    by_length = {rule: [abs(token_push(rule, (10, n), rewards)[1]) for n in lengths] for rule in RULES}
+    mine = found[str(k["rule"])]
+    quieter = abs(mine[0]) / abs(mine[1])
+    return Readout(
+        pictures=(
+            Bars("Push of one token", ("short answer", "long answer"), {rule: list(x) for rule, x in found.items()}),
+            Curve("Push of one token of the long answer, by its length", lengths, by_length, x_label="tokens", low=0),
+        ),
+        sentence=f"Under **{k['rule']}** a token of the short answer weighs **{quieter:.3g}** times a token of the "
+        "long one, with equal credit but for the sign.",
+        values={"short over long": quieter, "short": mine[0], "long": mine[1]},
+    )
+
+
+LESSON = Lesson(
+    number="14",
+    name="length",
+    title="Dr.GRPO: who pays for long answers?",
+    part="the algorithms",
+    force="estimator",
+    minutes=6,
+    question="Is a wrong answer punished less if it is longer?",
+    idea="""
+        The loss averages over tokens, and there is more than one way to average. GRPO takes the mean within each answer
+        first. Then an answer of 200 tokens gives each of its tokens a twentieth of what an answer of 10 tokens gives:
+        a long wrong answer is punished mildly, so wrong answers grow. DAPO takes one mean over all tokens of a prompt.
+        Dr.GRPO divides by a constant, the longest that is allowed, and also leaves the standard deviation out, which
+        made easy and hard prompts loud.
+    """,
+    formula="sequence_mean: 1 / (E |y|)     prompt_mean: 1 / (P sum |y|)     constant: 1 / (E L_max)",
+    knobs=(
+        Slider("short", "tokens of the short answer", 10, 5, 100),
+        Slider("long", "tokens of the long answer", 200, 10, 200),
+        Options("wrong", "which one is wrong", "the long one", ("the long one", "the short one")),
+        Options("rule", "aggregation", "constant (Dr.GRPO)", tuple(RULES)),
+    ),
+    compute=compute,
+    breaks=(
+        Break({"rule": "sequence_mean (GRPO)", "short": 10, "long": 200, "wrong": "the long one"},
+              "Each token of the long wrong answer is punished twenty times less than the short one's is paid.",
+              None),
+    ),
+    claims=(
+        Claim("100 tokens against 10 under sequence_mean: factor", "curriculum 14", 10.0,
+              lambda: abs(token_push("sequence_mean (GRPO)", (10, 100), (1, 0))[0]
+                          / token_push("sequence_mean (GRPO)", (10, 100), (1, 0))[1])),
+        Claim("the same under constant", "2503.20783", 1.0,
+              lambda: abs(token_push("constant (Dr.GRPO)", (10, 100), (1, 0))[0]
+                          / token_push("constant (Dr.GRPO)", (10, 100), (1, 0))[1])),
+    ),
+    exercises=(
+        AskNumber("Answers of 4 and 7 tokens, token mean: what is a token's weight?", 1 / 11, why="1 / (4 + 7)."),
+        AskKnobs("Make a short token weigh at least 10 times a long one.", "short over long", 10, None,
+                 {"rule": "sequence_mean (GRPO)"}),
+        AskChoice("Which aggregation rewards a short right answer most, compared with a long right one?",
+                  ("sequence_mean", "prompt_mean", "constant"), 0, why="Its tokens share the answer's weight."),
+    ),
+    code=("posttrain.algorithm.weigh.weigh",),
+    docs="algorithms.md",
+    command="posttrain run arithmetic algorithm=dr_grpo",
+    grid=("rule", "long"),
+)  # fmt: skip

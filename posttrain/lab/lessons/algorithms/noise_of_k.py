@@ -1,0 +1,114 @@
+"""Page 09: how far the estimated gradient is from the exact one, by the number of samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from posttrain.core.algorithm import patch
+from posttrain.core.ladder import REINFORCE, RLOO
+from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Options, Readout, Slider, Values
+from posttrain.toy.answers import ask, said_logp, siblings
+from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import batch_of, credit_by_pattern, loss_of
+from posttrain.web.picture import Bars, Curve
+
+REWARDS = np.array([0.1, 0.3, 0.9, 0.4, 0.2])
+COUNTS = (2, 4, 8, 16, 32, 64)
+RULES = {
+    "no baseline (REINFORCE)": REINFORCE,
+    "the others' mean (RLOO)": patch(RLOO, "rloo_alone", "2402.14740", pull=None),
+}
+
+
+def estimate(rule: str, k: int, made: torch.Generator) -> np.ndarray:
+    """One estimate of the gradient of the expected reward, [5], from k samples of a uniform policy."""
+    a, policy = RULES[rule], TabularPolicy(torch.zeros(1, 1, 5))
+    answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), k), made)
+    rewards = REWARDS[answers.tokens_ET[:, 0].numpy()]
+    shape = rewards[None] if rule.startswith("the") else rewards[:, None]
+    credit = credit_by_pattern(a, shape).reshape(-1, 1)
+    start = said_logp(policy, answers)[0].detach()
+    loss, _ = loss_of(a, batch_of(a, answers, credit, shape.shape[1], start, start), policy, answers)
+    loss.backward()
+    assert policy.table.grad is not None
+    return -policy.table.grad[0, 0].numpy()
+
+
+EXACT = (REWARDS - REWARDS.mean()) / 5
+"""The gradient for the logits of a uniform policy: pi * (r - mean of r)."""
+
+
+def errors(rule: str, k: int, times: int, seed: int) -> np.ndarray:
+    """The distance of each of `times` estimates from the exact gradient, over its size."""
+    made = torch.Generator().manual_seed(seed)
+    found = np.array([estimate(rule, k, made) for _ in range(times)])
+    return np.linalg.norm(found - EXACT, axis=1) / np.linalg.norm(EXACT)
+
+
+def compute(k: Values) -> Readout:
+    times, seed, rule, count = int(k["times"]), int(k["seed"]), str(k["baseline"]), int(k["K"])
+    one = estimate(rule, count, torch.Generator().manual_seed(seed))
+    curve = {name: [float(errors(name, c, times, seed).mean()) for c in COUNTS] for name in RULES}
+    curve["1 / sqrt(K)"] = [curve[rule][0] * (COUNTS[0] / c) ** 0.5 for c in COUNTS]
+    mine = errors(rule, count, times, seed)
+    wrong = float(np.mean(mine > 1))
+    return Readout(
+        pictures=(
+            Bars("One estimate beside the exact gradient", [f"action {i}" for i in range(5)],
+                 {"exact": EXACT.tolist(), "estimate": one.tolist()}),
+            Curve("Error of an estimate, over the size of the gradient", COUNTS, curve, x_label="K samples", log=True,
+                  low=0, at=count),
+        ),
+        sentence=f"With **{count}** samples an estimate is off by **{mine.mean():.2f}** times the gradient itself; "
+        f"**{wrong:.0%}** of {times} estimates are further off than not moving at all.",
+        values={"error": float(mine.mean()), "worse than nothing": wrong},
+    )  # fmt: skip
+
+
+LESSON = Lesson(
+    number="09",
+    name="noise",
+    title="REINFORCE: how noisy is a gradient?",
+    part="the algorithms",
+    force="estimator",
+    minutes=6,
+    question="How many samples make a gradient that points somewhere?",
+    idea="""
+        The estimate is right on average and wrong every time. Its error falls with the square root of the number of
+        samples: four times the samples, half the error. A baseline takes out what all samples share, so it lowers the
+        error at no cost, and the average stays right as long as it does not read the sample's own reward.
+
+        With few samples most estimates are further from the gradient than doing nothing. They still help, because
+        their errors cancel over many small steps.
+    """,
+    formula="error of the mean of K samples = error of one / sqrt(K)",
+    knobs=(
+        Slider("K", "K, samples of one estimate", 8, 2, 64),
+        Options("baseline", "baseline", "the others' mean (RLOO)", tuple(RULES)),
+        Slider("times", "estimates to average over", 30, 10, 60, 10),
+        Slider("seed", "seed", 0, 0, 20),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(
+        Break({"K": 2, "baseline": "no baseline (REINFORCE)"},
+              "Two samples and no baseline: nearly every estimate is further off than not moving at all.", None),
+    ),
+    claims=(
+        Claim("Error at K = 8 over that at K = 32", "1 / sqrt(K)", 2.0,
+              lambda: float(errors("no baseline (REINFORCE)", 8, 300, 1).mean()
+                            / errors("no baseline (REINFORCE)", 32, 300, 1).mean()), within=0.1),
+    ),
+    exercises=(
+        AskNumber("By what factor does the error fall from K = 4 to K = 64?", 4.0, why="sqrt(64 / 4) = 4."),
+        AskKnobs("Bring the error below 0.5.", "error", None, 0.5, {"K": 64}),
+        AskChoice("Why does a baseline not bias the estimate?",
+                  ("It is small", "The log-probs' gradient has mean 0", "It is learned"), 1,
+                  why="A constant times grad log pi averages to 0."),
+    ),
+    code=("posttrain.algorithm.baseline.centred", "posttrain.algorithm.objective.objective"),
+    docs="miniatures.md",
+    command="posttrain run arithmetic algorithm=rloo rl.siblings=16",
+    grid=("K", "baseline"),
+)  # fmt: skip

@@ -1,0 +1,95 @@
+"""Page 04: the credit of three rewards under five algorithms."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from posttrain.algorithm.credit import credit_step
+from posttrain.core.algorithm import Algorithm, patch
+from posttrain.core.ladder import DR_GRPO, GRPO, REINFORCE, RLOO
+from posttrain.core.pieces.baseline import GroupMean
+from posttrain.core.run import Reinforce
+from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Values, recorded
+from posttrain.lab.lesson import by_rules as said_by_rules
+from posttrain.toy.episodes import rewarded
+from posttrain.web.picture import Bars
+
+CENTRED = patch(REINFORCE, "centred", "Williams 1992", baseline=GroupMean())
+ALGORITHMS = {"REINFORCE": REINFORCE, "centred": CENTRED, "RLOO": RLOO, "Dr.GRPO": DR_GRPO, "GRPO": GRPO}
+NAMES = ("first", "second", "third")
+
+
+def credit(a: Algorithm, *rewards: float) -> list[float]:
+    """Credit of each sibling."""
+    made = credit_step(a, rewarded(rewards), max_tokens=20, ema=0.0)
+    return [float(e.advantage[0][0]) for e in made.groups[0].episodes]
+
+
+def compute(k: Values) -> Readout:
+    rewards = [float(k[n]) for n in NAMES]
+    found = {name: credit(a, *rewards) for name, a in ALGORITHMS.items()}
+    silent = not any(found["GRPO"])
+    mean = float(np.mean(rewards))
+    gauges = {
+        "rollout/reward": mean, "rollout/mixed": float(not silent), "rollout/solved": float(np.mean(rewards) == 1),
+        "credit/silent": float(silent), "rollout/truncated": 0.0, "policy/kl_step": 0.0,
+    }  # fmt: skip
+    steps = recorded({name: [x] * 8 for name, x in gauges.items()})
+    pushed = " and ".join(n for n, x in zip(NAMES, found["GRPO"], strict=True) if x > 0)
+    return Readout(
+        pictures=(
+            Bars("Reward", NAMES, {"reward": rewards}, low=0, high=1, marks={"mean": mean}),
+            Bars("Credit: who compares", NAMES, {n: found[n] for n in ("REINFORCE", "centred", "RLOO", "GRPO")}),
+            Bars("Sum of the credit", tuple(found), {"sum over the three": [sum(x) for x in found.values()]}),
+        ),
+        sentence="All three are equal: whoever compares siblings says **nothing**, REINFORCE pushes all alike."
+        if silent
+        else f"The mean is **{mean:.2f}**. Whoever compares siblings pushes **{pushed}** up and the others down; "
+        "REINFORCE pushes up everything that was paid.",
+        values={"mean": mean, "GRPO, first": found["GRPO"][0], "RLOO, first": found["RLOO"][0]},
+        says=said_by_rules(steps, Reinforce(name="rl", algorithm=GRPO, siblings=3)),
+    )
+
+
+LESSON = Lesson(
+    number="04",
+    name="credit",
+    title="Credit: compared with what?",
+    part="the framework",
+    force="estimator",
+    minutes=5,
+    question="An answer was paid 0.5: is that a reason to say more of it?",
+    idea="""
+        An algorithm is two pure functions: credit, and a loss. Credit turns rewards into pushes. REINFORCE takes the
+        reward as it is, so everything that was paid anything is pushed up. All others ask what was to be expected:
+        the mean of the siblings (centred, GRPO, Dr.GRPO), or the mean of the *other* siblings (RLOO). GRPO divides by
+        the standard deviation too.
+
+        Where siblings are compared, credit sums to 0: what one gains the others lose. Where they are all equal, it is
+        exactly 0, whatever was paid.
+    """,
+    formula="A = (r - baseline) / scale",
+    knobs=tuple(
+        Slider(n, f"reward of the {n}", d, 0, 1, 0.05) for n, d in zip(NAMES, (1.0, 0.5, 0.0), strict=True)
+    ),
+    compute=compute,
+    breaks=(
+        Break(dict.fromkeys(NAMES, 1.0), "1, 1, 1: every comparison gives 0.", "reward_is_constant"),
+        Break(dict.fromkeys(NAMES, 0.0), "0, 0, 0: REINFORCE is silent too.", "too_hard"),
+    ),
+    claims=(
+        Claim("RLOO over centred at three siblings: 3/2", "RLOO 2402.14740", 1.5,
+              lambda: credit(RLOO, 1, 0, 0)[0] / credit(CENTRED, 1, 0, 0)[0]),
+        Claim("Rewards 1, .5, 0: GRPO's credit of the first, ddof 1", "house", 1.0, lambda: credit(GRPO, 1, 0.5, 0)[0]),
+    ),
+    exercises=(
+        AskNumber("Rewards 1, 0, 0: RLOO's credit of the first?", 1.0, why="1 minus the mean of the others, 0."),
+        AskChoice("Rewards .5, .5, .5: who pushes?", ("GRPO", "RLOO", "REINFORCE", "nobody"), 2,
+                  why="It compares with nothing."),
+        AskKnobs("Make GRPO push the first answer down by at least 0.5.", "GRPO, first", None, -0.5, {"first": 0.0}),
+    ),
+    code=("posttrain.algorithm.credit.credit_step", "posttrain.algorithm.baseline.centred"),
+    docs="algorithms.md",
+    command="posttrain ladder --diff reinforce rloo",
+    grid=("first", "second"),
+)  # fmt: skip
