@@ -154,7 +154,7 @@ def _exercises(lesson: Lesson) -> Markup:
     if not lesson.exercises:
         return Markup("")
     rows = [_exercise(i, e) for i, e in enumerate(lesson.exercises)]
-    return tag("section", tag("h2", "Try"), *rows)
+    return tag("section", tag("h2", "Try"), tag("div", *rows, class_="exercises"))
 
 
 def _exercise(i: int, e: Exercise) -> Markup:

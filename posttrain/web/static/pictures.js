@@ -112,8 +112,9 @@ const Pictures = (() => {
         const v = p.series[n][i], x = middle + (j - names.length / 2) * each;
         const at = v === null ? base : y(v), place = { x, y: Math.min(at, base), width: Math.max(1, each - 2), height: Math.abs(base - at) };
         root.append(svg("rect", { ...place, class: `bar ${TONES[j % 4]}` }, svg("title", {}, `${label} ${n}: ${short(v)}`)));
-        if (names.length * p.labels.length <= 16 && v !== null)
-          root.append(text(x + each / 2 - 1, v < 0 ? at + 13 : at - 4, short(v), { "text-anchor": "middle", class: "value" }));
+        const words = v === null ? "" : String(Number(v.toPrecision(2)));
+        if (words && words.length * 6.2 <= Math.max(each, room * 0.9 / names.length))
+          root.append(text(x + each / 2 - 1, v < 0 ? at + 13 : at - 4, words, { "text-anchor": "middle", class: "value" }));
       });
       root.append(text(middle, height - bottom + 26, cut(label, most), { "text-anchor": "middle", class: "label" }));
     });
