@@ -1,0 +1,134 @@
+"""Page 16: DPO on one comparison, and the loss of four algorithms against the implicit gap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from posttrain.algorithm.link import Margins, link
+from posttrain.core.preference import PreferenceAlgorithm
+from posttrain.core.preference_ladder import DPO, IPO, SLIC
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Options,
+    Readout,
+    Slider,
+    Toggle,
+    Values,
+)
+from posttrain.toy.pairs import AnswerPair, TablePolicy, TiedPolicy, pair_logp
+from posttrain.toy.preference_steps import descend, gap
+from posttrain.toy.prefixes import PrefixPolicy
+from posttrain.web.picture import Bars, Curve
+
+ALGORITHMS = {"DPO": DPO, "IPO": IPO, "SLiC": SLIC}
+SHARED: AnswerPair = ((1, 1, 0), (1, 0))
+APART: AnswerPair = ((0,), (1,))
+
+
+def policies(shared: bool) -> tuple[TablePolicy, TablePolicy, AnswerPair]:
+    """(policy, reference, the pair): answers that share their tokens, or four answers of one token."""
+    if shared:
+        return TiedPolicy([0.15, 0.7, 0.15]), TiedPolicy([0.15, 0.7, 0.15]), SHARED
+    return PrefixPolicy(0, vocabulary=4, longest=1), PrefixPolicy(0, vocabulary=4, longest=1), APART
+
+
+def pair_loss(a: PreferenceAlgorithm, h: float) -> float:
+    """The loss of a pair whose implicit gap is h nats."""
+    x = torch.tensor([h], dtype=torch.float64)
+    scale = a.beta if a.link == DPO.link else 1.0
+    return float(link(a.link, Margins(scale * x, scale * x, 0 * x, a.beta))[0])
+
+
+def probabilities(policy: TablePolicy, pair: AnswerPair) -> tuple[float, float]:
+    with torch.no_grad():
+        logp = pair_logp(policy, [pair]).exp()
+    n = len(pair[0])
+    return float(logp[:n].prod()), float(logp[n:].prod())
+
+
+def compute(k: Values) -> Readout:
+    a = replace(ALGORITHMS[str(k["algorithm"])], beta=float(k["beta"]))
+    policy, reference, pair = policies(bool(k["shared"]))
+    before = probabilities(policy, pair)
+    steps = 80
+    path = descend(a, policy, reference, [pair], steps=steps, lr=float(k["eta"]))
+    after = probabilities(policy, pair)
+    gaps = np.linspace(-10, 20, 61)
+    curves = {n: [pair_loss(replace(x, beta=0.1), float(h)) for h in gaps] for n, x in ALGORITHMS.items()}
+    # The squared loss of IPO is drawn in units of its value at no gap, so that all fit one axis.
+    curves = {n: [y / ys[20] for y in ys] for n, ys in curves.items()}
+    fell = after[0] < before[0] and after[1] < before[1]
+    final = gap(policy, reference, pair)
+    return Readout(
+        pictures=(
+            Bars("Probability of each answer", ("chosen", "rejected"),
+                 {"before": list(before), "after": list(after)}, low=0),
+            Curve("Implicit gap while it trains", list(range(steps + 1)), {"gap": path}, y_label="nats"),
+            Curve("Loss of a pair by its gap, beta .1, 1 at no gap", gaps.tolist(), curves, x_label="gap, nats", low=0,
+                  high=3, at=min(max(final, -10), 20)),
+        ),
+        sentence=f"After {steps} steps the gap is **{final:.2f}** nats. The chosen answer went from "
+        f"**{before[0]:.3f}** to **{after[0]:.3f}**, the rejected one from **{before[1]:.3f}** to **{after[1]:.3f}**"
+        + (": **both fell**." if fell else "."),
+        values={"gap": final, "chosen": after[0], "rejected": after[1]},
+    )  # fmt: skip
+
+
+LESSON = Lesson(
+    number="16",
+    name="dpo",
+    title="DPO: a comparison as a supervised loss",
+    part="production",
+    force="signal",
+    minutes=8,
+    question="Can a preference be learned without a reward model, and why do both probabilities fall?",
+    idea="""
+        People compared two answers. DPO reads the policy itself as a reward model: the reward of an answer is how much
+        its log-prob has risen over the reference's. The loss asks for a large gap between the chosen and the rejected
+        answer, and for nothing else. Where both share tokens, the cheapest way to a larger gap can be to lower both,
+        the rejected one faster.
+
+        DPO's loss has no minimum on one clean pair: ten times the steps add a constant to the gap. IPO's has one, at
+        1 / (2 beta).
+    """,
+    formula="""-log sigmoid( beta * gap )     gap = log pi/ref (chosen) - log pi/ref (rejected)
+IPO: (gap - 1 / (2 beta))^2""",
+    knobs=(
+        Options("algorithm", "algorithm", "DPO", tuple(ALGORITHMS)),
+        Slider("beta", "beta", 0.5, 0.05, 2.0, log=True),
+        Slider("eta", "step size", 0.5, 0.05, 20.0, log=True),
+        Toggle("shared", "the answers share tokens", True),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(
+        Break({"algorithm": "DPO", "eta": 20.0, "beta": 0.05, "shared": True},
+              "The gap grows on and on while both answers lose nearly all of their probability.", None),
+    ),
+    claims=(
+        Claim("IPO's minimum at beta .1, nats", "2310.12036", 5.0,
+              lambda: descend(IPO, *policies(False)[:2], [APART], steps=400, lr=0.1)[-1]),
+        Claim("DPO's gap after 10 times the steps: more by ln 10 / beta", "F.2", np.log(10) / 0.1,
+              lambda: (lambda x: x[-1] - x[40])(descend(DPO, *policies(False)[:2], [APART], steps=400, lr=100.0)),
+              within=0.05),
+    ),
+    exercises=(
+        AskNumber("Where is IPO's minimum for beta = 0.25, in nats?", 2.0, why="1 / (2 * 0.25)."),
+        AskKnobs("Raise the chosen answer above its start, 0.0735.", "chosen", 0.12, None, {"shared": False}),
+        AskChoice("Why can the chosen answer become less likely?",
+                  ("The loss reads only the gap", "The reference moves", "beta is too large"), 0,
+                  why="Nothing in the loss asks that it rises."),
+    ),
+    code=("posttrain.algorithm.link.link", "posttrain.algorithm.preference.PreferenceLoss"),
+    docs="preferences.md",
+    command="posttrain run dpo",
+    grid=("beta", "algorithm"),
+)  # fmt: skip

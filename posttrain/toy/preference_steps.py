@@ -1,0 +1,49 @@
+"""Steps of gradient descent on pairs in a small world, with the library's preference losses.
+
+>>> from posttrain.core.preference_ladder import IPO
+>>> from posttrain.toy.prefixes import PrefixPolicy
+>>> policy, start = (PrefixPolicy(0, vocabulary=3, longest=1) for _ in range(2))
+>>> round(descend(IPO, policy, start, [((0,), (1,))], steps=400, lr=0.1)[-1], 2)
+5.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from posttrain.algorithm.preference import PreferenceLoss
+from posttrain.algorithm.preference_whole import prepared
+from posttrain.core.preference import PreferenceAlgorithm
+from posttrain.core.scores import TokenScores
+from posttrain.toy.pairs import AnswerPair, TablePolicy, batch_of_pairs, pair_logp
+
+
+def gap(policy: TablePolicy, reference: TablePolicy, pair: AnswerPair) -> float:
+    """How much more the policy has raised the chosen answer than the rejected one, in nats."""
+    with torch.no_grad():
+        moved = pair_logp(policy, [pair]) - pair_logp(reference, [pair])
+    first = len(pair[0])
+    return float(moved[:first].sum() - moved[first:].sum())
+
+
+def descend(
+    a: PreferenceAlgorithm,
+    policy: TablePolicy,
+    reference: TablePolicy,
+    pairs: Sequence[AnswerPair],
+    *,
+    steps: int,
+    lr: float,
+) -> list[float]:
+    """Train on all pairs at once; returns the gap of the first pair before each step and at the end."""
+    batch, _ = prepared(a, batch_of_pairs(reference, pairs))
+    seen = [gap(policy, reference, pairs[0])]
+    for _ in range(steps):
+        logp_M = pair_logp(policy, pairs)
+        loss = PreferenceLoss(a).terms(batch, TokenScores(logp=logp_M, entropy=None, value=None)).loss
+        with torch.no_grad():
+            policy.logits -= lr * torch.autograd.grad(loss, policy.logits)[0]
+        seen.append(gap(policy, reference, pairs[0]))
+    return seen
