@@ -81,12 +81,14 @@ parity: $(VENV)/bench.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
 
 # The documentation as a site, in an environment of its own that holds no torch; nothing is fetched while it is built.
-docs: $(DOCS_VENV)/docs.stamp
+docs: $(DOCS_VENV)/docs.stamp $(VENV)/run.stamp
+	$(BIN)/posttrain lab --site build/lab
 	$(DOCS_VENV)/bin/python -m scripts.site
 
 # Builds it with the network cut, follows every link, and opens the pages in Chromium with every other host refused: some
 # that POSTTRAIN_SEED draws, or with POSTTRAIN_DOCS=all every one. POSTTRAIN_PICTURES=DIR keeps a picture of each.
-test-docs: $(DOCS_VENV)/docs.stamp
+test-docs: $(DOCS_VENV)/docs.stamp $(VENV)/run.stamp
+	$(BIN)/posttrain lab --site build/lab
 	@sh scripts/system-packages.sh chromium
 	$(DOCS_VENV)/bin/python -m pytest -q -s tests/site/built.py
 

@@ -162,8 +162,8 @@ def claim_rows(lesson: Any) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for c in lesson.claims:
         found = float(c.ours())
-        holds = c.holds(found)
-        rows.append([c.text, c.source, c.claimed, float(f"{found:.6g}"), holds, "" if holds else c.why])
+        holds = bool(c.holds(found))
+        rows.append([c.text, c.source, float(c.claimed), float(f"{found:.6g}"), holds, "" if holds else c.why])
     return rows
 
 

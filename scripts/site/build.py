@@ -19,6 +19,10 @@ TITLES = {"readme": "Readme <readme>"}
 """Pages that the navigation calls otherwise than their own title does."""
 
 
+LESSONS = Path("build/lab")
+"""The pages of the lab, which `posttrain lab --site` writes: they are files already."""
+
+
 def stage(root: Path, into: Path) -> Stage:
     """Writes the Markdown of the site; returns what was turned."""
     shutil.rmtree(into, ignore_errors=True)
@@ -84,4 +88,6 @@ def build(root: Path, into: Path) -> int:
     shutil.rmtree(into, ignore_errors=True)
     words = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-E", "-c", str(HERE), "-b", "html"]
     made = subprocess.run([*words, "-d", f"{source}-cache", str(source), str(into)], cwd=root)
+    if (lessons := root / LESSONS).is_dir():
+        shutil.copytree(lessons, into / "lab", dirs_exist_ok=True)
     return made.returncode

@@ -3,6 +3,7 @@ each exercise takes its answer and refuses others. Pages that train are in the l
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from inspect import cleandoc
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from posttrain.core.errors import ConfigError
+from posttrain.lab import tables
 from posttrain.lab.catalog import entries, find, load
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Readout
 from posttrain.lab.page import lesson_page, source
+from posttrain.lab.site import default_index, fitted
 
 NAMES = [e.name for e in entries()]
 
@@ -119,3 +122,22 @@ def test_knobs_refuse_what_is_no_position(name: str) -> None:
     for wrong in ({"no such knob": 1}, *({k.name: v} for k in lesson.knobs for v in (None, [], math.nan, 1e99, {}))):
         with pytest.raises(ConfigError):
             lesson.read(wrong)
+
+
+@pytest.mark.prove
+@every
+def test_the_page_fits_on_the_site(name: str) -> None:
+    text, found = fitted(load(name))
+    assert json.loads(text)["readouts"][default_index(load(name), found)]["pictures"]
+
+
+@pytest.mark.prove
+def test_the_tables_of_the_page_are_what_the_pages_compute() -> None:
+    text = tables.PAGE.read_text()
+    assert tables.with_tables(text) == text, "run: python -m posttrain.lab.tables"
+
+
+def test_the_page_names_every_lesson_that_breaks() -> None:
+    text = tables.PAGE.read_text()
+    lost = [e.number for e in entries() if load(e.name).breaks and f"| {e.number} {e.title} |" not in text]
+    assert not lost, f"pages {lost}: run python -m posttrain.lab.tables"
