@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
 
@@ -16,6 +16,8 @@ from posttrain.engine.state_kinds import keeps_state
 
 READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
 """Endings of the files that are read from a model directory."""
+INDEX = ".index.json"
+"""Ending of the files that say in which file each weight is."""
 LARGEST = {".json": 512 * foreign.MiB, ".jinja": foreign.MiB, ".txt": 512 * foreign.MiB, ".model": 512 * foreign.MiB}
 """Most bytes of a file, by ending. Weights may have any size."""
 LARGEST_CONFIG = 16 * foreign.MiB
@@ -43,6 +45,23 @@ def examine(folder: Path) -> None:
             raise DataError(f"{path} has {about.st_size:,} bytes; at most {most:,} are read there")
         if path.name.endswith("config.json"):
             foreign.parse_object(foreign.read_bytes(path, LARGEST_CONFIG, DataError), str(path), DataError)
+        if path.name.endswith(INDEX):
+            weight_files(path)
+
+
+def weight_files(index: Path) -> dict[str, str]:
+    """The file of each weight, by its name, as an index says; DataError where it names files outside its folder."""
+    listed: Any = foreign.parse_object(foreign.read_bytes(index, LARGEST[".json"], DataError), str(index), DataError)
+    listed = listed.get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise DataError(f"{index} is damaged: weight_map must give the file of each weight. Copy or download it again")
+    found = cast("dict[str, str]", listed)
+    if outside := next((f for f in found.values() if Path(f).name != f), None):
+        raise DataError(
+            f"{index} names the file {outside[:80]!r}: the weights of a model lie beside their index, and nothing else"
+            " is read. Download the model again, or save it with save_pretrained"
+        )
+    return found
 
 
 def check_layers(folder: Path) -> None:
@@ -78,12 +97,7 @@ def _tensors(folder: Path) -> float:
     """Number of tensors in the safetensors of a folder; infinite where it cannot be known without reading more."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        listed: Any = foreign.parse_object(
-            foreign.read_bytes(index, LARGEST[".json"], DataError), str(index), DataError
-        ).get("weight_map")
-        if not isinstance(listed, dict):
-            raise DataError(f"{index} is damaged: it has no object weight_map")
-        return len(listed)
+        return len(weight_files(index))
     file = folder / "model.safetensors"
     if not file.is_file():
         return float("inf")

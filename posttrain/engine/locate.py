@@ -34,8 +34,10 @@ def check_source(setting: str, path: str) -> None:
         setting: the path of the setting, for messages; '' where the path is a word of the command itself, which may
             also be a run folder.
     """
-    what = _named(setting, path)
-    where = Path(locate(path, setting))
+    found = locate(path, setting)
+    what, where = _named(setting, path), Path(found)
+    if saved_adapter(path) is not None:
+        what += f" base_model_name_or_path={found}"
     for folder in dict.fromkeys((Path(path).expanduser().resolve(), where)):
         if folder.is_dir():
             verify_certificate(folder)
@@ -44,11 +46,13 @@ def check_source(setting: str, path: str) -> None:
     import huggingface_hub as hub
     from huggingface_hub import errors
 
-    if isinstance(hub.try_to_load_from_cache(path, "config.json"), str):
-        return
     here = f"{what}: there is no such directory here, and"
     try:
-        hub.get_hf_file_metadata(hub.hf_hub_url(path, "config.json"), timeout=PATIENCE)
+        if isinstance(hub.try_to_load_from_cache(found, "config.json"), str):
+            return
+        hub.get_hf_file_metadata(hub.hf_hub_url(found, "config.json"), timeout=PATIENCE)
+    except errors.HFValidationError as error:
+        raise ConfigError(f"{here} this is no hub id ({_first(error)}). Check the spelling") from error
     except errors.GatedRepoError as error:
         raise ConfigError(
             f"{what}: the hub gives this model only to those who accepted its terms. Accept them on its page,"
@@ -60,11 +64,11 @@ def check_source(setting: str, path: str) -> None:
             " in with: hf auth login"
         ) from error
     except errors.EntryNotFoundError as error:
-        raise DataError(f"{here} the hub's {path} has no config.json, so it is no transformers model") from error
+        raise DataError(f"{here} the hub's {found} has no config.json, so it is no transformers model") from error
     except Exception as error:  # of whichever library carries the request
         raise ConfigError(
             f"{here} the hub cannot be reached ({_first(error)}). Check the spelling; offline, download it first where"
-            f" there is a network (hf download {path} --local-dir FOLDER) and give that directory"
+            f" there is a network (hf download {found} --local-dir FOLDER) and give that directory"
         ) from error
 
 
@@ -82,7 +86,7 @@ def locate(path: str, setting: str = "model.path") -> str:
     """The directory as an absolute path, or the hub id. Of a PEFT adapter, those of the model beneath it."""
     saved = saved_adapter(path)
     if saved is not None and saved_adapter(saved.base) is None:
-        return locate(saved.base, f"{setting}={path} base_model_name_or_path")
+        return locate(saved.base, f"{_named(setting, path)} base_model_name_or_path")
     folder, what = Path(path).expanduser(), _named(setting, path)
     if folder.is_dir():
         has = {f.name for f in folder.iterdir()}

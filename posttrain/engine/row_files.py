@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.errors import DataError
+from posttrain.engine.folder import weight_files
 
 INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
 
@@ -41,11 +41,7 @@ class RowFiles:
 
     def _paths(self) -> list[Path]:
         if (self.folder / INDEX).is_file():
-            try:
-                names = set(json.loads((self.folder / INDEX).read_text())["weight_map"].values())
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise DataError(f"{self.folder / INDEX} is no index of weights ({error}). Copy it again") from error
-            found = [self.folder / name for name in sorted(names) if Path(name).name == name]
+            found = [self.folder / name for name in sorted(set(weight_files(self.folder / INDEX).values()))]
         else:
             found = [self.folder / ALONE]
         if missing := [p for p in found if not p.is_file()]:

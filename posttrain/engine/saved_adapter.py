@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core import foreign
 from posttrain.core.adapter import ALL_LINEAR, Lora
-from posttrain.core.errors import DataError, InvariantError
+from posttrain.core.errors import ConfigError, DataError, InvariantError
 
 if TYPE_CHECKING:
     from posttrain.engine.models import Policy
@@ -60,19 +60,29 @@ def saved_adapter(path: str | Path) -> SavedAdapter | None:
     base, rank, alpha = config.get("base_model_name_or_path"), config.get("r"), config.get("lora_alpha")
     if not isinstance(base, str) or not base:
         raise DataError(f"{file}: base_model_name_or_path names no model. Write the base model's directory there")
+    if config.get("revision") not in (None, "", "main") and not Path(base).expanduser().is_dir():
+        raise DataError(
+            f"{file}: it was trained over the revision {str(config['revision'])[:60]!r} of {base[:120]}. Download that"
+            f" (hf download {base[:120]} --revision REVISION --local-dir FOLDER), and write FOLDER as"
+            " base_model_name_or_path"
+        )
     if type(rank) is not int or not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise DataError(f"{file}: r and lora_alpha must be numbers")
     dropout = config.get("lora_dropout")
-    return SavedAdapter(
-        folder,
-        base,
-        Lora(
+    try:
+        lora = Lora(
             rank=rank,
             alpha=float(alpha),
             targets=_targets(file, config),
             rslora=config.get("use_rslora") is True,
             dora=config.get("use_dora") is True,
-        ),
+        )
+    except (ConfigError, OverflowError) as error:
+        raise DataError(f"{file} describes no adapter: {error}") from error
+    return SavedAdapter(
+        folder,
+        base,
+        lora,
         (f"adapter dropout is off ({dropout} in {CONFIG}): sampler and learner must be the same function",)
         if dropout
         else (),

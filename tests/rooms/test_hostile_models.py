@@ -108,6 +108,15 @@ OTHER = {
     "header huge": (written("model.safetensors", b"\xff" * 8 + b"x" * 100), "damaged"),
     "weights empty": (written("model.safetensors", b""), "damaged"),
     "index a list": (written("model.safetensors.index.json", b"[]"), r"index\.json is damaged"),
+    "index of another folder": (
+        written("model.safetensors.index.json", b'{"metadata": {}, "weight_map": {"a": "../other/model.safetensors"}}'),
+        "names the file '../other/model.safetensors'",
+    ),
+    "index of pickles elsewhere": (
+        written("pytorch_model.bin.index.json", b'{"metadata": {}, "weight_map": {"a": "/other/model.bin"}}'),
+        "names the file '/other/model.bin'",
+    ),
+    "index of no file": (written("model.safetensors.index.json", b'{"weight_map": {"a": null}}'), "must give the file"),
     "pipe": (special("config.json", os.mkfifo), r"config\.json is a pipe"),
     "pipe of weights": (special("model.safetensors", os.mkfifo), r"model\.safetensors is a pipe"),
     "pipe of a template": (special("chat_template.jinja", os.mkfifo), r"chat_template\.jinja is a pipe"),

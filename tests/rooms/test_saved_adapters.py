@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from posttrain.core.adapter import Lora
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.engine.learner import HFLearner
+from posttrain.engine.locate import check_source
 from posttrain.engine.models import load_policy
 from posttrain.engine.saved_adapter import CONFIG, WEIGHTS, save_adapter, saved_adapter
 from posttrain.role.probe import packed_text
@@ -123,6 +125,36 @@ def test_strange_settings_are_refused(base: Path, tmp_path: Path, settings: dict
     folder = changed(written_by_peft(base, tmp_path / "a"), **settings)
     with pytest.raises((DataError, ConfigError), match=message):
         load_policy(tiny(path=str(folder)), None, 0)
+
+
+def test_the_base_may_be_a_hub_id_and_the_hub_is_asked_for_it_alone(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "hub" / "models--some--model"
+    shutil.copytree(base, kept / "snapshots" / "abc")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder = changed(written_by_peft(base, tmp_path / "a"), base_model_name_or_path="some/model")
+    check_source("model.path", str(folder))
+    changed(folder, base_model_name_or_path="some/other")
+    with pytest.raises(ConfigError, match=r"base_model_name_or_path=some/other: .*hf download some/other"):
+        check_source("model.path", str(folder))
+    changed(folder, base_model_name_or_path="some--other")
+    with pytest.raises(ConfigError, match="no hub id"):
+        check_source("model.path", str(folder))
+    changed(folder, base_model_name_or_path="some/model", revision="v2")
+    with pytest.raises(DataError, match="revision 'v2' of some/model"):
+        check_source("model.path", str(folder))
+
+
+@pytest.mark.parametrize("rank", [10**9, 10**30])
+def test_a_rank_beyond_every_layer_is_refused_before_it_takes_memory(base: Path, tmp_path: Path, rank: int) -> None:
+    with pytest.raises(ConfigError, match="no weight of Qwen3ForCausalLM has more than"):
+        load_policy(tiny(path=str(changed(written_by_peft(base, tmp_path / "a"), r=rank))), None, 0)
+    with pytest.raises(ConfigError, match="no weight of Qwen3ForCausalLM has more than"):
+        load_policy(tiny(path=str(base), lora=Lora(rank=rank)), None, 0)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "pickle", "other names", "other shapes", "over an adapter"])
