@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -37,6 +37,12 @@ def require_regular(path: Path, about: os.stat_result, error: type[PosttrainErro
     if not stat.S_ISREG(about.st_mode):
         kind = "a directory" if stat.S_ISDIR(about.st_mode) else "a pipe, a socket or a device"
         raise error(f"{path} is {kind}, and a file is wanted there")
+
+
+def private(path: Path, kind: Callable[[int], bool]) -> bool:
+    """Whether a file (or folder, no link) belongs to this user, and nobody else may write it."""
+    s = path.lstat()
+    return kind(s.st_mode) and s.st_uid == os.geteuid() and not s.st_mode & 0o022
 
 
 def read_bytes(path: Path, most: int, error: type[PosttrainError]) -> bytes:

@@ -13,11 +13,12 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.core.asks import Ask
+from posttrain.core.foreign import private
 
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
@@ -61,15 +62,9 @@ def recall(identity: object) -> Note | None:
         return None
     try:
         path = notes_folder() / f"{identity}.json"
-        if not (_private(path.parent, stat.S_ISDIR) and _private(path, stat.S_ISREG)):
+        if not (private(path.parent, stat.S_ISDIR) and private(path, stat.S_ISREG)):
             return None
         data = json.loads(path.read_bytes())
         return Note(frozenset(map(str, data["asked"])), str(data["written"]))
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         return None
-
-
-def _private(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Whether a file (or folder, no link) belongs to this user, and nobody else may write it."""
-    s = path.lstat()
-    return kind(s.st_mode) and s.st_uid == os.geteuid() and not s.st_mode & 0o022

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.errors import ConfigError, InvariantError
-from posttrain.engine import attention
+from posttrain.engine import attention, native
 from posttrain.engine.readout import ReadOut
 
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -48,6 +48,8 @@ def compile_layers(out: ReadOut) -> int:
             " Set model.compile=false"
         )
     attention.stay_outside_graphs()
+    if (cache := native.own_cache()) is not None:  # torch's own choice is a folder that any user may make first
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     for layer in lists[0]:
         layer.compile(dynamic=True)
     return len(lists[0])

@@ -1,8 +1,9 @@
 """The C code of `native_code/`, compiled once per machine by its own C compiler and called on tensors.
 
-The library is in the user's cache folder. Its name is a hash of source, compiler, flags and processor, so a change of
-any of them makes a new library. Without a working compiler the engine uses torch's own operations, which are slower but
-otherwise the same. `find` returns the reason.
+The library is in the user's cache folder, beside its digest, and is loaded only where nobody else could have written
+either. Its name is a hash of source, compiler, flags and processor, so a change of any of them makes a new library.
+Without a working compiler the engine uses torch's own operations, which are slower but otherwise the same. `find`
+returns the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -23,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.core import foreign
 from posttrain.core.errors import EngineError
 from posttrain.core.machine import processor
 
@@ -191,44 +195,92 @@ def library() -> Kernels:
 @functools.cache
 def find() -> Kernels | str:
     """The kernels of this machine, compiled first if needed; or the reason why there are none."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        return f"no C compiler {os.environ.get('CC', 'cc')!r}: install gcc or clang, or set CC"
-    told = subprocess.run([compiler, "--version"], capture_output=True, text=True)
-    text = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
-    key = "\n".join([*text, told.stdout, *FLAGS, _processor()])
-    library = _folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     try:
-        if not library.exists() and (wrong := _compile(compiler, library)):
-            return wrong
+        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    except ValueError as error:
+        return f"CC={os.environ['CC']!r} is no command ({error}): set it to a C compiler"
+    if shutil.which(compiler[0]) is None:
+        return f"no C compiler {compiler[0]!r}: install gcc or clang, or set CC"
+    try:
+        told = _output([*compiler, "--version"])
+        text = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
+        key = "\n".join([*text, *compiler, told.stdout, *FLAGS, _processor()])
+        name, cache = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so", own_cache()
+        if cache is not None and not isinstance(found := _kept(cache / name), str):
+            return found
+        with tempfile.TemporaryDirectory(prefix="posttrain-") as temporary:
+            fresh = Path(temporary) / name
+            if wrong := _compile(compiler, fresh):
+                return wrong
+            found = "" if cache is None else _keep(fresh, cache / name)
+            return _loaded(fresh) if isinstance(found, str) else found
     except OSError as error:
-        return f"{library.parent} cannot be written: {error.strerror}"
+        return f"the kernels cannot be compiled: {error}"
+
+
+def own_cache() -> Path | None:
+    """The folder of compiled code in the user's cache folder; None where there is none that only this user can have
+    written. What lies in it is loaded as code."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+        folder = base.resolve() / "posttrain"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if foreign.private(folder, stat.S_ISDIR) else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def _kept(library: Path) -> Kernels | str:
+    """The kernels of a library in the cache; the reason where it is not as it was written, or not by this user."""
+    digest = library.with_suffix(".sha256")
+    try:
+        if not all(foreign.private(path, stat.S_ISREG) for path in (library, digest)):
+            return f"{library} could have been written by others"
+        if _digest(library.read_bytes()) != digest.read_bytes():
+            return f"{library} is damaged"
+    except OSError as error:
+        return str(error)
+    return _loaded(library)
+
+
+def _keep(fresh: Path, library: Path) -> Kernels | str:
+    """Put a library into the cache, with its digest, for the processes that come; the reason where that fails."""
+    try:
+        with tempfile.TemporaryDirectory(dir=library.parent) as own:  # other processes may do the same
+            data = fresh.read_bytes()
+            for path, content in ((library, data), (library.with_suffix(".sha256"), _digest(data))):
+                part = Path(own) / path.name
+                part.write_bytes(content)
+                part.chmod(0o600)
+                part.replace(path)
+    except OSError as error:
+        return str(error)
+    return _kept(library)
+
+
+def _loaded(library: Path) -> Kernels | str:
+    """The kernels of a library; the reason where it is none of this code, or may not be run where it lies."""
     try:
         return Kernels(ctypes.CDLL(str(library)))
-    except OSError as error:
+    except (OSError, AttributeError) as error:
         return f"{library} cannot be loaded: {error}"
 
 
-def _compile(compiler: str, library: Path) -> str:
+def _compile(compiler: list[str], library: Path) -> str:
     """Compile the library. Returns the reason if that failed, else ''."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
-        fresh = Path(temporary) / library.name
-        made = subprocess.run([compiler, *FLAGS, "-o", str(fresh), str(MAIN), "-lm"], capture_output=True, text=True)
-        if made.returncode:
-            return f"{compiler} does not compile {MAIN.name}: {made.stderr.strip()[:400]}"
-        fresh.replace(library)
+    made = _output([*compiler, *FLAGS, "-o", str(library), str(MAIN), "-lm"])
+    if made.returncode:
+        return f"{' '.join(compiler)} does not compile {MAIN.name}: {made.stderr.strip()[:400]}"
     return ""
 
 
-def _folder() -> Path:
-    """The folder of the compiled library: the user's cache folder, or a new temporary one where
-    that cannot be written."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="posttrain-"))
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="posttrain-"))
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
+
+
+def _output(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
 
 
 def _processor() -> str:

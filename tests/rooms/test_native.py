@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,9 +30,9 @@ needs_kernels = pytest.mark.skipif(isinstance(FOUND, str), reason=f"no compiled 
 
 def test_where_a_compiler_works_there_are_kernels(tmp_path: Path) -> None:
     """Code that does not compile is no reason to skip: it fails here."""
-    compiler, least = shutil.which(os.environ.get("CC", "cc")), tmp_path / "least.c"
+    compiler, least = shutil.which(shlex.split(os.environ.get("CC", "cc"))[0]), tmp_path / "least.c"
     least.write_text("#include <omp.h>\nint most(void) { return omp_get_max_threads(); }\n")
-    made = [str(compiler), *native.FLAGS, "-o", str(tmp_path / "least.so"), str(least)]
+    made = [*shlex.split(os.environ.get("CC", "cc")), *native.FLAGS, "-o", str(tmp_path / "least.so"), str(least)]
     if compiler is None or subprocess.run(made).returncode:
         pytest.skip("no C compiler with OpenMP works here")
     assert not native.missing()
@@ -277,6 +279,45 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
         native.find.cache_clear()
     assert isinstance(why, str)
     assert "does not compile decoder.c" in why
+
+
+@needs_kernels
+@pytest.mark.parametrize("harm", ["written by others", "cut", "another library"])
+def test_a_library_that_is_not_as_it_was_written_is_never_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, harm: str
+) -> None:
+    """Loaded, the planted one would make the file `ran`; the cut one would end this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
+    compiler, source, ran = os.environ.get("CC", "cc"), tmp_path / "planted.c", tmp_path / "ran"
+    source.write_text(
+        "#include <fcntl.h>\n#include <unistd.h>\n"
+        f'__attribute__((constructor)) void run(void) {{ close(open("{ran}", O_CREAT | O_WRONLY, 0600)); }}\n'
+    )
+    assert not isinstance(native.find.__wrapped__(), str)
+    (library,) = (tmp_path / "posttrain").glob("kernels-*.so")
+    whole = library.read_bytes()
+    library.unlink()  # this process has it mapped
+    if harm == "cut":
+        library.write_bytes(whole[: len(whole) // 3])
+    else:
+        subprocess.run([*shlex.split(compiler), "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    if harm == "written by others":
+        library.with_suffix(".sha256").write_text(hashlib.sha256(library.read_bytes()).hexdigest())
+        library.parent.chmod(0o777)
+    assert not isinstance(native.find.__wrapped__(), str)
+    assert not ran.exists()
+    assert (library.read_bytes() == whole) == (harm != "written by others")
+
+
+@needs_kernels
+def test_a_compiler_may_be_a_command_of_several_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
+    monkeypatch.setenv("CC", f"env {os.environ.get('CC', 'cc')}")
+    assert not isinstance(native.find.__wrapped__(), str)
+    monkeypatch.setenv("CC", 'cc "')
+    assert "is no command" in str(native.find.__wrapped__())
 
 
 LINE, SETS = 64, 64
