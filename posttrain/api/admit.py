@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from posttrain.api import overrides as dotted
 from posttrain.api.own_pieces import check_files, import_again, piece_asks
 from posttrain.core import provenance
-from posttrain.core.asks import Ask, Kind, asks, values
+from posttrain.core.asks import Ask, Kind, asks, grave, values
 from posttrain.core.errors import UntrustedError
 from posttrain.core.given import OwnPiece, own_pieces
 from posttrain.core.reader import RunFile, missing_episodes, run_file
@@ -73,14 +73,45 @@ def _permit(folder: Path | str, found: RunFile, wanted: Sequence[Ask], allow: bo
     """UntrustedError for what the folder asks for; where the user allows it, it is listed."""
     if not wanted:
         return
-    lines = [f"  {a.kind:<8} {a.path}: {a.what}" for a in wanted[:MOST]]
-    lines += [f"  ... and {len(wanted) - MOST} more"] if len(wanted) > MOST else []
+    lines = _listed(wanted)
     if not allow:
         raise UntrustedError("\n".join((f"{folder} {_whose(found)}. It asks for this:", *lines, _HELP)))
     for line in (f"{folder} {_whose(found)}. It asks for this, and --trust allows it:", *lines):
         say(line)
 
 
+def permit_file(file: str, run: Run, given: Collection[str], allow: bool, say: Say = to_stderr) -> None:
+    """List what a run file asks for, before any of it is used.
+
+    Args:
+        run: the run of the file with overrides in place.
+        given: full paths of the settings that the command itself gives.
+        allow: the user gave --trust.
+
+    Raises:
+        UntrustedError: it names an address together with a secret, or code of a model, and the command does not.
+    """
+    asked = [a for a in asks(run) if not any(f"{a.path}.".startswith(f"{p}.") for p in given)]
+    list_file(file, asked, say)
+    if (kept := [a for a in grave(asks(run)) if a in asked]) and not allow:
+        raise UntrustedError("\n".join((f"{file} asks for this, and the command does not:", *_listed(kept), _SAY)))
+
+
+def list_file(file: str, wanted: Sequence[Ask], say: Say = to_stderr) -> None:
+    """Print what a run file asks for."""
+    for line in (f"{file} asks for this:", *_listed(wanted)) if wanted else ():
+        say(line)
+
+
+def _listed(wanted: Sequence[Ask]) -> list[str]:
+    lines = [f"  {a.kind:<8} {a.path}: {a.what}" for a in wanted[:MOST]]
+    return [*lines, f"  ... and {len(wanted) - MOST} more"] if len(wanted) > MOST else lines
+
+
+_SAY = (
+    "A file from elsewhere could send your keys away, or run foreign code. To allow it, add --trust (from Python"
+    " trust=True), or write the same settings behind the file's name on the command line"
+)
 _HELP = (
     "Look at what it names first: code runs with all your rights. To allow everything that is listed, add --trust (from"
     " Python trust=True), or give other values where the command takes overrides. posttrain show and export work"

@@ -80,7 +80,7 @@ def run(
         resume: a run folder, or a checkpoint in it, to go on with. No recipe is given then, and only settings that
             change no past step: `run(resume="runs/mine", steps=200)`. Objects are handed again.
         allow_fault: start even though `fault=NAME` plants a bug on purpose (`posttrain faults`).
-        trust: allow what a folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
+        trust: allow what somebody else's folder or YAML file asks for: code, addresses, secrets, files elsewhere.
         accept_changed: with `resume`, go on although data, rewards or models that it reads were changed.
         nproc: train with so many processes on this machine, each with a part of the weights (docs/shards.md).
         rank_timeout: seconds that one of them waits for the others before the run stops and says for whom.

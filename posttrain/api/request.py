@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain import faults
 from posttrain.api import overrides as dotted
-from posttrain.api.admit import admitted, edit_notes, missing_notes
+from posttrain.api.admit import admitted, edit_notes, missing_notes, permit_file
 from posttrain.api.algorithm_file import check_same, without_algorithm
 from posttrain.api.branch import MODEL, is_branch, pinned, run_source, was_built
 from posttrain.api.defaults import for_model, given_paths, room_for_minibatches
@@ -22,7 +22,7 @@ from posttrain.api.inputs import accepted, changed_files, changed_tasks, input_n
 from posttrain.api.next_steps import asked_words
 from posttrain.api.own_pieces import own_classes
 from posttrain.api.reward_paths import check_reward_models
-from posttrain.api.run_file import code_notes, is_recipe, run_of
+from posttrain.api.run_file import is_recipe, is_yaml, run_of
 from posttrain.api.trackers import check_trackers
 from posttrain.core.adapter import check_frozen
 from posttrain.core.book import Book
@@ -142,8 +142,11 @@ def started_again(options: RunOptions) -> bool:
 
 def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
     """A recipe with its overrides."""
-    if options.trust:
-        raise ConfigError("--trust is about the folder of a run that somebody else made: give it with --resume RUN")
+    if options.trust and not is_yaml(recipe):
+        raise ConfigError(
+            "--trust is about the folder or the file of a run that somebody else made: give it with --resume RUN, or"
+            " with FILE.yaml"
+        )
     if not recipe:
         raise ConfigError(
             f"no recipe given: {command_line('run', 'RECIPE')}, or {command_line('run', '--resume', 'RUN')}\n{listed()}"
@@ -156,10 +159,13 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     room = room_for_minibatches(base, overrides) if is_recipe(recipe) else []
     run, origin = pinned(dotted.apply(base, [*room, *overrides]))
     objects = replace(objects, pieces=own_classes(run))  # overrides may have named others than the base has
-    given = given_paths(base, overrides) | handed.paths if is_recipe(recipe) else None
+    own = given_paths(base, overrides) | handed.paths
+    if isinstance(recipe, str) and is_yaml(recipe):
+        permit_file(recipe, run, own, options.trust)
     out = Path(options.out) if options.out else None
     about = {**words, **origin, **recorded(objects)}
-    notes = (*object_notes(objects), *code_notes(recipe, run))
+    given = own if is_recipe(recipe) else None
+    notes = tuple(object_notes(objects))
     return RunRequest(run=run, out=out, notes=notes, recorded=about, given=given, objects=objects)
 
 

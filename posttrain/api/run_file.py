@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.asks import Kind, asks
+from posttrain.api.admit import list_file
+from posttrain.core.asks import Ask, code_of
 from posttrain.core.errors import ConfigError, PosttrainError, nearest
 from posttrain.core.run import Run
 from posttrain.recipe.recipes import recipe as shipped
@@ -26,11 +27,23 @@ def run_of(given: str | Run) -> Run:
         return given
     if is_recipe(given):
         return shipped(given)
-    if Path(given).suffix in YAML:
-        from posttrain.api.written import read_run
-
-        return read_run(Path(given).expanduser())
+    if is_yaml(given):
+        return _of_yaml(given)
     return _of_python(given)
+
+
+def is_yaml(given: str | Run) -> bool:
+    """Whether this is a YAML file, which may come from elsewhere."""
+    return not isinstance(given, Run) and Path(given).suffix in YAML
+
+
+def _of_yaml(given: str) -> Run:
+    """The run of a YAML file. The Python files of its algorithms are imported here, and listed before."""
+    from posttrain.api.written import algorithm_files, read_run
+
+    path = Path(given).expanduser()
+    list_file(given, [Ask("algorithm", *found) for word in algorithm_files(path) if (found := code_of(word))])
+    return read_run(path)
 
 
 def _of_python(given: str) -> Run:
@@ -58,13 +71,3 @@ def _of_python(given: str) -> Run:
             f"{given} is a {type(found).__name__}: a Run is wanted, or a function without arguments that returns one"
         )
     return found
-
-
-def code_notes(given: str | Run, run: Run) -> tuple[str, ...]:
-    """Lines about the Python files that a YAML file names, which run with the user's rights."""
-    if isinstance(given, Run) or Path(given).suffix not in YAML:
-        return ()
-    from posttrain.api.written import algorithm_files
-
-    own = (f"note: {given} names code: algorithm={word}" for word in algorithm_files(Path(given).expanduser()))
-    return (*(f"note: {given} names code: {a.path} {a.what}" for a in asks(run) if a.kind is Kind.CODE), *own)

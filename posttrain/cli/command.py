@@ -85,10 +85,10 @@ def add_command(
 
 
 def add_trust(p: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --trust, for folders made by somebody else."""
+    """Add --trust, for folders and files made by somebody else."""
     p.add_argument(
         "--trust",
         action="store_true",
-        help="of a run folder that was not made here by you: allow the code, addresses, secrets and files that it asks "
-        "for, which are listed",
+        help="of a run folder or a YAML file that was not made here by you: allow the code, addresses, secrets and "
+        "files that it asks for, which are listed",
     )

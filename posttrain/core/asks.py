@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -75,7 +75,7 @@ def _shipped(name: str) -> bool:
     return Path(_file(name)).is_relative_to(SHIPPED.resolve())
 
 
-def _code(name: str) -> Found:
+def code_of(name: str) -> Found:
     """What a value `path.py:name` asks for."""
     if is_inline(name):  # an object that the user's own program hands again
         return None
@@ -90,9 +90,9 @@ def _env(name: str) -> Found:
     if head == "gym":
         return None
     if head != "verifiers":
-        return _code(name)
+        return code_of(name)
     return (
-        _code(f"{rest}:load_environment")
+        code_of(f"{rest}:load_environment")
         if rest.endswith(".py")
         else (Kind.CODE, f"runs the installed Python package {rest}")
     )
@@ -139,7 +139,7 @@ def _reward(name: str) -> Found:
     outside = tuple(m for m in found.models if not m.startswith(STAGE))
     if found.models and not outside:
         return None
-    return _model(outside[0]) if len(outside) == 1 else _models(outside) if outside else _code(name)
+    return _model(outside[0]) if len(outside) == 1 else _models(outside) if outside else code_of(name)
 
 
 def _models(names: tuple[str, ...]) -> Found:
@@ -250,6 +250,21 @@ def _asked(node: Any, name: str, value: Any) -> Found:
     if not issubclass(cls, Stage) or not isinstance(value, str | bool | tuple):
         return None
     return Kind.CODE, f"is given to the code of the stage kind {cls.__name__} as {value!r}"
+
+
+def grave(found: Iterable[Ask]) -> tuple[Ask, ...]:
+    """Those that need the user's word even in a run file, which people also write themselves: an address together with
+    the secret that is sent there (to an executor always one), and code that comes with a model."""
+    by_owner: dict[str, list[Ask]] = {}
+    for ask in found:
+        by_owner.setdefault(ask.path.rpartition(".")[0], []).append(ask)
+    out: list[Ask] = []
+    for owner, own in by_owner.items():
+        kinds = {a.kind for a in own}
+        if Kind.ADDRESS in kinds and (Kind.SECRET in kinds or owner.endswith("sandbox")):
+            out += [a for a in own if a.kind in (Kind.ADDRESS, Kind.SECRET)]
+        out += [a for a in own if a.path == "model.trust_remote_code"]
+    return tuple(out)
 
 
 def values(run: Run) -> dict[str, tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import http.server
 import json
@@ -16,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from run_parts import RL, SMALL, model_at, play
 from safetensors.torch import load_file
 
 import posttrain
+from posttrain.api.written import to_yaml
 from posttrain.cli import main
 from posttrain.core import provenance, reader, tree
 from posttrain.core.algorithm import Algorithm
@@ -318,6 +321,71 @@ def test_an_engine_elsewhere_is_a_proposal(
         and "engine.url" in said
         and "secret   engine.key_env: sends the value of the environment variable PATH" in said
     )
+
+
+def a_file(folder: Path, change: Callable[[dict[str, Any]], None]) -> str:
+    """A run as YAML, as somebody else changed it."""
+    data = yaml.safe_load(to_yaml(shipped("programs")))
+    change(data)
+    (folder / "my.yaml").write_text(yaml.safe_dump(data))
+    return str(folder / "my.yaml")
+
+
+@pytest.mark.parametrize("what", ["executor", "executor, own token", "executor of a stage", "engine", "model's code"])
+def test_a_file_of_a_run_sends_no_secret_and_fetches_no_code_unasked(
+    what: str,
+    tmp_path: Path,
+    listener: tuple[str, list[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only --trust, or the same words on the command line, let it."""
+    address, got = listener
+    for name in ("MY_KEY", SandboxSettings().token):
+        monkeypatch.setenv(name, "a very secret value")
+    box = {"name": address} | ({} if "own" in what else {"token": "MY_KEY"})
+    at = "rl.env" if "stage" in what else "env"
+
+    def change(run: dict[str, Any]) -> None:
+        if what == "engine":
+            run["engine"] = {"type": "VLLM", "url": address, "key_env": "MY_KEY"}
+        elif what == "model's code":
+            run["model"] |= {"path": "some/model", "trust_remote_code": True}
+        elif at == "env":
+            run["env"]["sandbox"] = box
+        else:
+            run["stages"]["rl"]["env"] = {"type": "Env", **copy.deepcopy(run["env"]), "sandbox": box}
+
+    file = a_file(tmp_path, change)
+    said = refused(capsys, ["run", file])
+    assert not got and said.count(f"{file} asks for this") == 2
+    if what == "model's code":
+        assert "  code     model.trust_remote_code: runs the Python code that comes with the model" in said
+    elif what == "engine":
+        assert "  secret   engine.key_env: sends the value of the environment variable MY_KEY" in said
+    else:
+        words = [f"{at}.sandbox.{name}={value}" for name, value in box.items()]
+        assert ("MY_KEY" in said) == ("token" in box)
+        if "token" in box:
+            refused(capsys, ["run", file, words[0]])
+        assert not got
+        assert main(["run", file, *words, "--out", str(tmp_path / "out")]) != 5
+        assert got[0] == "/v1/about Bearer a very secret value"
+        assert main(["run", file, "--trust", "--out", str(tmp_path / "out")]) != 5
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_a_file_of_a_run_names_is_listed_before_it_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text("raise ValueError('it ran')\n")
+    for change, named in (
+        (lambda run: run["stages"]["rl"].update(algorithm=f"{tmp_path}/own.py:mine"), "code     algorithm: runs mine"),
+        (lambda run: run["env"].update(rewards=[{"function": f"{tmp_path}/own.py:r"}]), "code     env.rewards.0.func"),
+    ):
+        assert main(["run", a_file(tmp_path, change), "--dry-run"]) != 0
+        said = capsys.readouterr().err
+        assert said.index(named) < said.index("it ran")
 
 
 def test_trackers_post_under_nobodys_account(

@@ -490,7 +490,7 @@ def test_a_yaml_file_names_it_and_runs_with_a_model_of_ones_own(
     forget()
     Path("my.yaml").write_text(text)
     assert main(["run", "my.yaml", "--out", "a"]) == 0
-    assert "note: my.yaml names code: algorithm=own.py:whole" in capsys.readouterr().out
+    assert "my.yaml asks for this:\n  code     algorithm: runs whole of the Python file" in capsys.readouterr().err
     assert main(["run", *given, "--out", "b"]) == 0
     assert digest(Path("a"))[1:] == digest(Path("b"))[1:]
     forget()
@@ -498,7 +498,7 @@ def test_a_yaml_file_names_it_and_runs_with_a_model_of_ones_own(
     Path("my.yaml").write_text(text.replace("own.py:whole", "own.py:hole"))
     capsys.readouterr()
     assert main(["run", "my.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("posttrain: my.yaml:"), "the line is named"
+    assert "\nposttrain: my.yaml:" in capsys.readouterr().err, "the line is named"
 
 
 def test_two_pieces_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -239,4 +239,4 @@ def test_code_that_a_file_names_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     run = apply(recipe("grpo"), [f"env.rewards={tmp_path / 'mine.py'}:reward"])
     (tmp_path / "my.yaml").write_text(to_yaml(run))
     assert main(["run", str(tmp_path / "my.yaml"), "--dry-run"]) == 0
-    assert "names code: env.rewards.0.function runs reward of the Python file" in capsys.readouterr().out
+    assert "  code     env.rewards.0.function: runs reward of the Python file" in capsys.readouterr().err
