@@ -1,0 +1,146 @@
+"""Page 02: siblings, temperature, and when the log-prob of a token must be written down."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from posttrain.core.ladder import GRPO
+from posttrain.core.run import Reinforce
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Readout,
+    Slider,
+    Speech,
+    Toggle,
+    Values,
+    by_rules,
+    recorded,
+)
+from posttrain.toy.answers import Answers, ask, logp_of, siblings
+from posttrain.toy.sums import sum_policy, text
+from posttrain.toy.training import batch_of, credit_by_pattern, loss_of
+from posttrain.verifier.integers import last_integer
+from posttrain.web.picture import Curve, TextTile, Tiles
+
+STEPS, UPDATES = 6, 4
+PROMPT = torch.zeros(1, dtype=torch.int64)
+
+
+def sample(k: Values, made: torch.Generator, skill: float) -> Answers:
+    """K answers to <3+4+5>, drawn at this temperature."""
+    policy = sum_policy(12, skill)
+    return ask(policy, siblings(PROMPT, int(k["K"])), made, lambda logits: logits / float(k["temperature"]))
+
+
+def reward(answers: Answers) -> np.ndarray:
+    """1 where the last integer of an answer is 12."""
+    return np.array([float(last_integer(text(t).partition("#")[0]) == last_integer("12")) for t in answers.tokens_ET])
+
+
+def drift(recompute: bool, seed: int) -> tuple[list[float], tuple[Speech, ...]]:
+    """(mean squared ratios of the last step by update, what a run says) of a training of six steps with
+    four updates each. With `recompute` the old log-probs are those of the policy of now."""
+    policy, made = sum_policy(12, 0.4), torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    moved, ratios, sizes = list[float](), list[float](), list[float]()
+    for _ in range(STEPS):
+        answers = ask(policy, siblings(PROMPT, 8), made)
+        credit = credit_by_pattern(GRPO, reward(answers)[None]).ravel()
+        start, squares, far = logp_of(policy, answers), list[float](), 0.0
+        for _ in range(UPDATES):
+            old = logp_of(policy, answers) if recompute else start
+            loss, gauges = loss_of(GRPO, batch_of(GRPO, answers, credit, 8, old, start), policy, answers)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            squares.append(gauges["policy/ratio_square"].mean)
+            far += gauges["policy/kl_start"].mean / UPDATES
+        moved.append(far)
+        ratios = squares if credit.any() else ratios
+        sizes.append(float(np.abs(credit).mean()))
+    steps = {"policy/kl_start": moved, "optim/steps": [float(UPDATES)] * STEPS, "credit/advantage_abs": sizes}
+    stage = Reinforce(name="rl", algorithm=GRPO, epochs=UPDATES)
+    return ratios, by_rules(recorded(steps), stage, "old_policy_is_the_new_one")
+
+
+def compute(k: Values) -> Readout:
+    made = torch.Generator().manual_seed(int(k["seed"]))
+    answers = sample(k, made, float(k["skill"]))
+    rewards = reward(answers)
+    rows = {
+        f"sibling {i + 1}, reward {r:.0f}": [
+            TextTile(text(t[None]), "good" if r else "bad", float(p), note="log-prob when it was said")
+            for t, p in zip(answers.tokens_ET[i], answers.mu_ET[i], strict=True)
+        ]
+        for i, r in enumerate(rewards[:8])
+    }
+    groups = [reward(sample(k, made, float(k["skill"]))) for _ in range(200)]
+    silent = float(np.mean([g.max() == g.min() for g in groups]))
+    ratios, said = drift(bool(k["recompute"]), int(k["seed"]))
+    return Readout(
+        pictures=(
+            Tiles("Answers to <3+4+5>, with the log-prob of each token", rows,
+                  {"good": "right", "bad": "wrong"}),
+            Curve("Mean squared ratio over the updates of one step", list(range(1, UPDATES + 1)), {"ratio^2": ratios},
+                  x_label="update", low=0.9),
+        ),
+        sentence=f"**{rewards.mean():.0%}** of these siblings are right (std **{rewards.std():.2f}**). Of 200 such "
+        f"groups **{silent:.0%}** have one reward for all and teach nothing.",
+        values={"mean": float(rewards.mean()), "silent groups": silent, "ratio at the last update": ratios[-1]},
+        says=said,
+    )  # fmt: skip
+
+
+LESSON = Lesson(
+    number="02",
+    name="rollout",
+    title="Rollout: write the log-prob down",
+    part="the framework",
+    force="cost",
+    minutes=7,
+    question="What must be kept of an answer at the moment it is sampled?",
+    idea="""
+        A rollout is an answer that the policy sampled. Several answers to one prompt are siblings. Training needs the
+        log-prob of every token *as it was when the token was drawn*, under the temperature that it was drawn with: the
+        loss compares it with the log-prob of the policy that has moved since. Computed again later, it is the policy's
+        own, every ratio is 1 for ever, and no trust region acts.
+
+        Siblings with one reward teach nothing. At a low temperature with few siblings that is nearly all of them.
+    """,
+    formula="ratio_t = exp( log pi_now(token) - log pi_then(token) )",
+    knobs=(
+        Slider("K", "K, siblings", 4, 2, 16),
+        Slider("temperature", "temperature", 1.0, 0.1, 2.0, 0.1),
+        Slider("skill", "how sure the policy is of each digit", 0.7, 0.1, 0.95, 0.05),
+        Toggle("recompute", "compute the old log-probs again after each update", False),
+        Slider("seed", "seed", 0, 0, 20),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(
+        Break({"recompute": True}, "The ratio is 1 at every update: the policy is compared with itself.",
+              "old_policy_is_the_new_one"),
+        Break({"temperature": 0.1, "K": 2}, "Nearly all groups have one reward: nothing is learned from them.", None),
+    ),
+    claims=(
+        Claim("Share of silent groups, p = .9, K = 4", "curriculum 13", 0.656, lambda: 0.9**4 + 0.1**4, within=0.005),
+    ),
+    exercises=(
+        AskNumber("Two siblings, each right with probability 1/2: how many of all groups are silent?", 0.5,
+                  why="Both right or both wrong: 1/4 + 1/4."),
+        AskKnobs("Bring the share of silent groups below 5 %.", "silent groups", None, 0.05, {"K": 16}),
+        AskChoice("Which log-prob belongs into the ratio's denominator?",
+                  ("The one at sampling", "The one after the update", "That of the most probable token"), 0,
+                  why="It says under which policy the token was drawn."),
+    ),
+    code=("posttrain.role.rollout.Rollout.episode", "posttrain.core.transcript.Transcript.say"),
+    docs="sampling.md",
+    command="posttrain run arithmetic rl.siblings=8 rl.sampling.temperature=1.0",
+    grid=("K", "temperature"),
+)  # fmt: skip
