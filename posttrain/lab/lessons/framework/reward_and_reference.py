@@ -1,0 +1,157 @@
+"""Page 03: what a verifier reads, and how a frozen reference holds the policy back from a hole in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from posttrain.algorithm.kl import estimate
+from posttrain.checks.synthetic import agrees_on_synthetic_batch
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.ladder import GRPO
+from posttrain.core.pieces.pull import KL
+from posttrain.core.run import Reinforce
+from posttrain.faults.registry import planted
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Readout,
+    Slider,
+    TextInput,
+    Toggle,
+    Values,
+    by_rules,
+    recorded,
+    refusal,
+)
+from posttrain.toy.answers import ask, logp_of, siblings
+from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
+from posttrain.verifier.integers import last_integer
+from posttrain.web.picture import Bars, Curve
+
+GOLD = "12"
+SAYINGS = ("11#", "let me think... 12#", "12#", "120#", "1 2 3 ... 12#")
+"""Answers of a tiny policy. The last one lists numbers until the right one is among them."""
+START = torch.tensor([0.35, 0.18, 0.25, 0.2, 0.02], dtype=torch.float64).log()
+PAID = np.array([0.0, 0.8, 0.8, 0.0, 1.0])
+"""A verifier with a hole: it pays the list most, because the number occurs in it."""
+WORTH = np.array([0.0, 1.0, 1.0, 0.0, 0.0])
+"""What the answers are really worth."""
+STEPS, SIBLINGS = 80, 16
+
+
+def verdict(answer: str) -> tuple[str, float]:
+    """(what the verifier reads, its reward): the last integer of a text against 12."""
+    read = last_integer(answer.partition("#")[0])
+    return read or "nothing", float(read == GOLD)
+
+
+def algorithm(beta: float) -> Algorithm:
+    return replace(GRPO, pull=KL(coef=beta, estimator="k3", placement="loss") if beta else None)
+
+
+def train(k: Values) -> tuple[TabularPolicy, list[float], list[float], list[float]]:
+    """(policy, what was paid, what it was worth, KL to the reference) by step."""
+    a, policy, reference = (
+        algorithm(float(k["beta"])),
+        TabularPolicy(START[None, None]),
+        TabularPolicy(START[None, None]),
+    )
+    made = torch.Generator().manual_seed(int(k["seed"]))
+    trainer = ToyTrainer(a, policy, torch.optim.SGD(policy.parameters(), lr=1.0), SIBLINGS, int(k["seed"]))
+    paid, worth, far = list[float](), list[float](), list[float]()
+    with planted("kl_reversed" if k["reversed"] else None):
+        for _ in range(STEPS):
+            answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), SIBLINGS), made)
+            rewards = PAID[answers.tokens_ET[:, 0].numpy()]
+            credit = credit_by_pattern(replace(a, pull=None), rewards[None]).reshape(-1, 1)
+            trainer.step(answers, credit, logp_of(reference, answers))
+            paid.append(float(rewards.mean()))
+            worth.append(float(WORTH[answers.tokens_ET[:, 0].numpy()].mean()))
+            now = torch.log_softmax(policy.table.detach()[0, 0], -1)
+            far.append(float((now.exp() * (now - torch.log_softmax(START, -1))).sum()))
+    return policy, paid, worth, far
+
+
+def compute(k: Values) -> Readout:
+    read, reward = verdict(str(k["answer"]))
+    policy, paid, worth, far = train(k)
+    now = torch.softmax(policy.table.detach()[0, 0], -1).tolist()
+    stage = Reinforce(name="rl", algorithm=algorithm(float(k["beta"])))
+    said = by_rules(recorded({"rollout/reward": paid, "rollout/truth": worth}), stage, "reward_without_truth")
+    if k["reversed"]:
+        with planted("kl_reversed"):
+            said += refusal(lambda: agrees_on_synthetic_batch(GRPO), "agrees_on_synthetic_batch")
+    gaps = np.linspace(-2, 2, 41)
+    curves = {e: estimate(e, torch.tensor(gaps)).tolist() for e in ("k1", "k2", "k3")}
+    hacked = now[4] > 0.5
+    return Readout(
+        pictures=(
+            Bars("What the policy says after training", SAYINGS,
+                 {"at the start": torch.softmax(START, -1).tolist(), "now": now}, low=0, high=1),
+            Curve("Paid, and really worth", list(range(1, STEPS + 1)), {"paid": paid, "worth": worth}, low=0, high=1),
+            Curve("Distance to the reference", list(range(1, STEPS + 1)), {"KL, nats": far}, low=0),
+            Curve("Three estimates of the KL from one token", gaps.tolist(), curves, x_label="log pi - log ref"),
+        ),
+        sentence=f"The verifier reads **{read}** in your answer and pays **{reward:.0f}**. After training the policy is "
+        f"paid **{paid[-1]:.2f}** and worth **{worth[-1]:.2f}**" + (": it walked into the hole." if hacked else "."),
+        values={"your reward": reward, "paid": paid[-1], "worth": worth[-1], "KL": far[-1], "the list": now[4]},
+        says=said,
+    )  # fmt: skip
+
+
+LESSON = Lesson(
+    number="03",
+    name="reward",
+    title="Reward, and a frozen reference",
+    part="the framework",
+    force="signal",
+    minutes=8,
+    question="What keeps a policy from finding the hole in its reward?",
+    idea="""
+        A verifier is a program that reads an answer and pays it. Here it takes the last integer. Every verifier has
+        holes: this one pays a list in which the right number merely occurs. Training finds what pays best, so it finds
+        the hole, however rare it was.
+
+        A reference is a frozen copy of the policy at the start. The KL term pulls the policy back to it with weight
+        beta. At 0 nothing holds it; far too high it cannot learn. The order of the two arguments matters: reversed,
+        the term has another gradient.
+    """,
+    formula="reward - beta * KL(pi || ref)        k1 = x   k2 = x^2/2   k3 = exp(-x) - 1 + x,   x = log pi - log ref",
+    knobs=(
+        TextInput("answer", "your answer to <3+4+5>", "let me think... 12#"),
+        Slider("beta", "beta, weight of the KL", 1.0, 0, 3, 0.1),
+        Toggle("reversed", "plant a bug: the KL's arguments reversed", False),
+        Slider("seed", "seed", 0, 0, 10),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(
+        Break({"beta": 0.0}, "Nothing holds the policy: it lists numbers, is paid more, and is worth nothing.",
+              "reward_without_truth"),
+        Break({"reversed": True}, "The KL with its arguments reversed has another gradient.",
+              "agrees_on_synthetic_batch"),
+    ),
+    claims=(
+        Claim("12# is paid", "curriculum 03", 1.0, lambda: verdict("12#")[1]),
+        Claim("120# is paid", "curriculum 03", 0.0, lambda: verdict("120#")[1]),
+    ),
+    exercises=(
+        AskKnobs("Make the verifier pay 0.", "your reward", None, 0, {"answer": "12 or 13#"}),
+        AskNumber("x = log pi - log ref = 0.1: what is k3?", 0.00484, why="exp(-0.1) - 1 + 0.1."),
+        AskChoice("beta is very large. What happens?",
+                  ("It learns faster", "It stays at the reference", "The reward falls below the start"), 1,
+                  why="Every move costs more than it brings."),
+    ),
+    code=("posttrain.algorithm.kl.estimate", "posttrain.verifier.integers.last_integer"),
+    docs="reward-rises-quality-does-not.md",
+    command="posttrain run arithmetic algorithm=grpo pull.coef=0.04",
+    grid=("beta", "reversed"),
+)  # fmt: skip
