@@ -100,8 +100,8 @@ def compute(k: Values) -> Readout:
             Curve("Distance to the reference", list(range(1, STEPS + 1)), {"KL, nats": far}, low=0),
             Curve("Three estimates of the KL from one token", gaps.tolist(), curves, x_label="log pi - log ref"),
         ),
-        sentence=f"The verifier reads **{read}** in your answer and pays **{reward:.0f}**. After training the policy is "
-        f"paid **{paid[-1]:.2f}** and worth **{worth[-1]:.2f}**" + (": it walked into the hole." if hacked else "."),
+        sentence=f"The verifier reads **{read}** in your answer and pays **{reward:.0f}**. After training the policy "
+        f"is paid **{paid[-1]:.2f}** and worth **{worth[-1]:.2f}**" + (": it walked into the hole." if hacked else "."),
         values={"your reward": reward, "paid": paid[-1], "worth": worth[-1], "KL": far[-1], "the list": now[4]},
         says=said,
     )  # fmt: skip
