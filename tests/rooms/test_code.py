@@ -6,6 +6,7 @@ Case numbers with V are those of the list of exploits of verifiers that the judg
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,64 @@ def test_the_share_of_tests_passed(sandbox: Sandbox) -> None:
     assert judged(sandbox, half, *ADD).score == 0.0
     verdict = judged(sandbox, half, *ADD, scoring="fraction")
     assert (verdict.score, verdict.kind) == (0.5, "wrong")
+
+
+PRINTED = [
+    ("0.3333333333333333", "0.3333333", {}, 1.0),
+    ("0.50 -0.0 2", "0.5 0.0 2.0", {}, 1.0),
+    ("1e-07 1e+16", "0.0000001 10000000000000000.0", {}, 1.0),
+    ("Case #1: [0.30000000000000004, 1.0]", "Case #1: [0.3, 1.0]", {}, 1.0),
+    ("123456789.1", "123456789.2", {}, 1.0),
+    ("2.0", "2", {}, 0.0),
+    ("Case #1: 0.33333", "Case #1: 0.33334", {}, 0.0),
+    ("v1.2.30", "v1.2.3", {}, 0.0),
+    ("yes 0.5", "no 0.5", {}, 0.0),
+    ("0.5 0.5", "0.5", {}, 0.0),
+    ("0.50", "0.5", {"tolerance": 0}, 0.0),
+    ("0.505", "0.5", {"tolerance": 0.01}, 1.0),
+    ("1" * 60000 + "a", "1" * 60000 + ".5", {}, 0.0),
+]
+
+
+@pytest.mark.parametrize(("said", "wanted", "beside", "score"), PRINTED)
+def test_printed_decimals_have_a_tolerance_and_integers_and_words_none(
+    sandbox: Sandbox, said: str, wanted: str, beside: dict[str, Any], score: float
+) -> None:
+    assert judged(sandbox, f"print({said!r})", {"stdin": "", "stdout": wanted, **beside}).score == score
+
+
+STARTER = "class Solution:\n    def total(self, a: List[int], b: Optional[int] = 0) -> int:\n        return sum(a) + b"
+FIELD = [
+    (STARTER, {"fn_name": "total", "inputs": [[[1, 2], 3]], "outputs": [[6]]}, {}, 1.0),
+    (STARTER, {"fn_name": "total", "inputs": ["[1, 2]\n3"], "outputs": ["6"]}, {}, 1.0),
+    (
+        STARTER,
+        [{"input": "[1, 2]", "output": "4", "testtype": "functional"}],
+        {"metadata": '{"func_name": "total"}'},
+        0.0,
+    ),
+    (STARTER, [{"input": "[1]", "output": "1", "testtype": "functional", "metadata": {"func_name": "total"}}], {}, 1.0),
+    ("def wrap(a): return a,", {"fn_name": "wrap", "inputs": [[1], [2]], "outputs": [[1], [2]]}, {}, 1.0),
+    ("def add(a, b): return a - b", {"fn_name": "add", "inputs": [[3, 1]], "outputs": [[4]]}, {}, 0.0),
+    ("print(sum(map(int, open(0))))", {"inputs": ["1\n2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]}, {}, 1.0),
+    ("print(int(input()) + 1)", [{"input": "1\n", "output": "2\n", "testtype": "stdin"}], {}, 1.0),
+    ("from __future__ import annotations\ndef f(a: List[int]): return a", ["assert f([1]) == [1]"], {}, 1.0),
+    ("class List: pass\ndef f(): return List.__name__", ["assert f() == 'List'"], {}, 1.0),
+]
+
+
+@pytest.mark.parametrize(("program", "tests", "beside", "score"), FIELD)
+def test_tests_in_the_forms_of_public_data_sets(
+    sandbox: Sandbox, program: str, tests: Any, beside: dict[str, Any], score: float
+) -> None:
+    """As objects, as JSON text, and in the place of the answer; starter code has no imports."""
+    text = json.dumps(tests)
+    for one in (
+        Task("t", "p", info={**beside, "tests": tests}),
+        Task("t", "p", info={**beside, "tests": text}),
+        Task("t", "p", answer=text, info=beside),
+    ):
+        assert asyncio.run(Code(sandbox).verdict(one, f"```python\n{program}\n```")).score == score
 
 
 CHEATS = [
@@ -240,6 +299,8 @@ REFUSED = [
     (({"stdin": "1", "stdout": " \n"},), "empty output"),
     (({"function": "f", "expected": object()},), "plain built-in values"),
     ((3,), "a test is an object or a text"),
+    (({"input": "1", "output": "1", "testtype": "functional"},), "give fn_name"),
+    (({"input": "1 2", "output": "1", "fn_name": "f"},), "no JSON"),
 ]
 
 
@@ -248,6 +309,8 @@ def test_tests_that_prove_nothing_are_refused_before_the_run(tests: tuple[Any, .
     """V-15."""
     with pytest.raises(DataError, match=says):
         read_tests(task(*tests))
+    with pytest.raises(DataError, match="2 inputs and 1 outputs"):
+        read_tests(Task("t", "", info={"tests": {"inputs": ["1", "2"], "outputs": ["1"]}}))
 
 
 def test_the_lint_finds_tests_that_an_empty_program_passes(sandbox: Sandbox) -> None:

@@ -4,10 +4,14 @@ A task has them in `info["tests"]`: a list (or its JSON) of
 
 - `{"function": "f", "args": [1, 2], "expected": 3}`, also `kwargs`, `tolerance`, `any_sequence`; a method is
   `Solution.f`
-- `{"stdin": "1 2\\n", "stdout": "3\\n"}`
+- `{"stdin": "1 2\\n", "stdout": "3\\n"}`, also `tolerance`
 - `"assert f(1, 2) == 3"`: text of asserts. If all of them are calls with literal arguments, they become the first
   form. Otherwise the text is a weak test and needs `weak=True`: it has to enter the sandbox, where the program could
   find the answer or deceive the test.
+
+The forms of public data sets are read too: `{"inputs": [...], "outputs": [...]}`, with `fn_name` where a function is
+called (APPS, TACO), and lists of `{"input", "output", "testtype"}` (LiveCodeBench). A task without `info["tests"]` has
+its tests in its answer.
 
 With `"public": true` the verdict may show what was wanted. By default tests are hidden.
 """
@@ -29,6 +33,9 @@ from posttrain.sandbox.cell.program import NotPlain, encode
 from posttrain.sandbox.comparison import Comparison
 from posttrain.sandbox.port import KIB, MOST_SAID, Call
 
+TOLERANCE = 1e-6
+"""How far a printed number with a decimal point may be from the wanted one, absolute or relative."""
+
 
 @dataclass(frozen=True)
 class CallTest:
@@ -38,6 +45,10 @@ class CallTest:
     wanted: Any
     how: Comparison = Comparison()
     public: bool = False
+    also: tuple[Any, ...] = ()
+    """Other values that are as right."""
+    method: bool = False
+    """Whether the function may be a method of a class `Solution` instead."""
 
     @cached_property
     def room(self) -> int:
@@ -48,11 +59,12 @@ class CallTest:
 @dataclass(frozen=True)
 class InputTest:
     """The program reads `stdin` and has to print `wanted`. White space at the ends of lines and of the text does not
-    matter."""
+    matter, and numbers with a decimal point may differ by `tolerance`, absolute or relative."""
 
     stdin: str
     wanted: str
     public: bool = False
+    tolerance: float = TOLERANCE
 
     @cached_property
     def room(self) -> int:
@@ -72,23 +84,25 @@ class WeakTest:
 Test = CallTest | InputTest | WeakTest
 
 CALL_KEYS = ("function", "args", "kwargs", "expected", "tolerance", "any_sequence", "public")
-INPUT_KEYS = ("stdin", "stdout", "public")
+INPUT_KEYS = ("stdin", "stdout", "tolerance", "public")
+LOOSE = Comparison(TOLERANCE, any_sequence=True)
+"""How values are compared that were written as JSON, which has no tuples."""
 SPARE = 4 * KIB
 
 
 def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
     """A task's tests, the public ones first. DataError if there are none or if one cannot be read."""
-    said = task.info.get("tests")
-    where = f"task {task.id!r}: info['tests']"
-    if isinstance(said, str) and said.lstrip().startswith("["):
-        try:
-            said = json.loads(said)
-        except ValueError as error:
-            raise DataError(f"{where} is no JSON: {error}") from error
-    if isinstance(said, str):
-        said = [said]
+    said, where = task.info.get("tests"), f"task {task.id!r}: info['tests']"
+    if said is None and task.answer is not None:
+        said, where = task.answer, f"task {task.id!r}: the answer"
+    if isinstance(said, str) and said.lstrip()[:1] in ("[", "{"):
+        said = _json(said, where)
+    said = [said] if isinstance(said, str) else _of_field(said, _object(task.info.get("metadata")), where)
     if not isinstance(said, Sequence) or not said:
-        raise DataError(f"{where} must be a list of at least one test; without tests every program would pass")
+        raise DataError(
+            f"{where} must be a list of at least one test, or {{'inputs', 'outputs'}}; without tests every program"
+            " would pass. Where another column holds them, name it: env.args.answer_column"
+        )
     tests = [t for i, entry in enumerate(said) for t in _understood(entry, f"{where}[{i}]")]
     if not tests:
         raise DataError(f"{where} holds no assert and no test; without tests every program would pass")
@@ -117,7 +131,7 @@ def wanted_names(tests: Sequence[Test]) -> set[str]:
     names: set[str] = set()
     for test in tests:
         if isinstance(test, CallTest):
-            names.add(test.call.function.partition(".")[0])
+            names |= {test.call.function.partition(".")[0], *(["Solution"] if test.method else [])}
         elif isinstance(test, WeakTest):
             found = [n for n in ast.walk(ast.parse(test.source)) if isinstance(n, ast.Name)]
             own = {n.id for n in found if not isinstance(n.ctx, ast.Load)} | {
@@ -127,7 +141,70 @@ def wanted_names(tests: Sequence[Test]) -> set[str]:
     return names
 
 
+def _json(text: Any, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{where} is no JSON: {error}") from error
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    """An object, or one as JSON text; empty for anything else."""
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, Mapping) else {}
+
+
+def _of_field(said: Any, beside: Mapping[str, Any], where: str) -> Any:
+    """Tests in the forms of public data sets as tests; anything else as it is."""
+    if isinstance(said, Mapping) and "inputs" in said and "outputs" in said:
+        given, wanted, name = said["inputs"], said["outputs"], said.get("fn_name")
+        if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted):
+            count = [len(x) if isinstance(x, list) else "no list of" for x in (given, wanted)]
+            raise DataError(f"{where} has {count[0]} inputs and {count[1]} outputs: give one output for each input")
+        if not name:
+            return [{"stdin": _lines(i), "stdout": _lines(o)} for i, o in zip(given, wanted, strict=True)]
+        one = all(isinstance(o, list) and len(o) == 1 for o in wanted)  # APPS writes a value v as [v]
+        return [_called(name, i, o, one, where) for i, o in zip(given, wanted, strict=True)]
+    if (
+        isinstance(said, list)
+        and said
+        and all(isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in said)
+    ):
+        out: list[Any] = []
+        for test in said:
+            about = {**beside, **_object(test.get("metadata")), **test}
+            name = about.get("fn_name") or about.get("func_name")
+            if not name and str(test.get("testtype", "stdin")) == "functional":
+                raise DataError(f"{where} has a functional test and no name: give fn_name, the function that is called")
+            if name and test.get("testtype", "functional") == "functional":
+                out.append(_called(name, test["input"], test["output"], False, where))
+            else:
+                out.append({"stdin": _lines(test["input"]), "stdout": _lines(test["output"])})
+        return out
+    return said
+
+
+def _lines(text: Any) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def _called(name: Any, given: Any, wanted: Any, one: bool, where: str) -> CallTest:
+    """A call with arguments in a list, or as text with the JSON of one in each line; the output is then JSON too."""
+    if isinstance(given, str):
+        given = [_json(line, where) for line in given.split("\n") if line.strip()]
+        wanted = _json(wanted, where) if isinstance(wanted, str) else wanted
+    if not isinstance(given, list):
+        raise DataError(f"{where}: the input of {name} is {type(given).__name__}, wanted a list of its arguments")
+    also = (wanted[0],) if one else ()
+    return _plain(CallTest(Call(str(name), tuple(given)), wanted, LOOSE, also=also, method=True), where)
+
+
 def _understood(entry: Any, where: str) -> list[Test]:
+    if isinstance(entry, CallTest):
+        return [entry]
     if isinstance(entry, str):
         return rewritten(entry, where)
     if not isinstance(entry, Mapping):
@@ -143,7 +220,8 @@ def _understood(entry: Any, where: str) -> list[Test]:
     if "stdin" in entry:
         if not str(entry["stdout"]).strip():
             raise DataError(f"{where} wants empty output, which a program that does nothing gives too")
-        return [InputTest(str(entry["stdin"]), str(entry["stdout"]), public)]
+        tolerance = float(entry.get("tolerance", TOLERANCE))
+        return [InputTest(str(entry["stdin"]), str(entry["stdout"]), public, tolerance)]
     call = Call(str(entry["function"]), tuple(entry.get("args", ())), tuple(dict(entry.get("kwargs", {})).items()))
     how = Comparison(float(entry.get("tolerance", 0.0)), bool(entry.get("any_sequence", False)))
     return [_plain(CallTest(call, entry["expected"], how, public), where)]
