@@ -1,0 +1,157 @@
+"""Page 13: DAPO's four repairs of GRPO, one toggle each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from posttrain.algorithm.shape import shaped
+from posttrain.algorithm.weigh import weigh
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.ladder import DAPO, GRPO
+from posttrain.core.pieces.shape import Overlong
+from posttrain.core.run import Reinforce
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Readout,
+    Slider,
+    Toggle,
+    Values,
+    by_rules,
+    recorded,
+)
+from posttrain.toy.answers import ask, said_logp, siblings
+from posttrain.toy.episodes import PlainEpisode, scored_group
+from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import ToyTrainer, credit_by_pattern, mixed
+from posttrain.web.picture import Bars, Curve
+
+PROMPTS, G, VOCABULARY, STEPS, MOST_ASKED = 8, 4, 6, 40, 4
+PLAIN = replace(GRPO, pull=None)
+
+
+def world(right: float) -> TabularPolicy:
+    """Sixteen prompts of one token: token 0 is right, with a share around `right` that differs by prompt."""
+    share = torch.sigmoid(torch.logit(torch.tensor(right, dtype=torch.float64)) + torch.linspace(-2, 2, 2 * PROMPTS))
+    table = torch.zeros(2 * PROMPTS, 1, VOCABULARY, dtype=torch.float64)
+    table[:, 0, 0] = torch.log((VOCABULARY - 1) * share / (1 - share))
+    return TabularPolicy(table)
+
+
+def train(k: Values, seed: int) -> dict[str, list[float]]:
+    """Gauges of each step: reward, shares of right answers, of silent groups and of groups that were thrown away,
+    entropy."""
+    a: Algorithm = replace(PLAIN, clip=DAPO.clip) if k["higher"] else PLAIN
+    policy, made = world(float(k["right"])), torch.Generator().manual_seed(seed)
+    trainer = ToyTrainer(
+        a, policy, torch.optim.SGD(policy.parameters(), lr=float(k["eta"])), G, seed, minibatches=2, epochs=2
+    )
+    out: dict[str, list[float]] = {"reward": [], "silent": [], "asked": [], "entropy": [], "mixed": []}
+    for _ in range(STEPS):
+        drawn = torch.randint(2 * PROMPTS, (PROMPTS * (MOST_ASKED if k["dynamic"] else 1),), generator=made)
+        answers = ask(policy, siblings(drawn, G), made)
+        rewards = (answers.tokens_ET[:, 0] == 0).double().numpy().reshape(-1, G)
+        keep = np.flatnonzero(mixed(rewards))[:PROMPTS] if k["dynamic"] else np.arange(PROMPTS)
+        used = len(rewards) if len(keep) < PROMPTS else int(keep[-1]) + 1
+        at = torch.as_tensor((keep[:, None] * G + np.arange(G)).ravel(), dtype=torch.int64)
+        out["reward"].append(float(rewards[:used].mean()))
+        out["mixed"].append(float(mixed(rewards[:used]).mean()))
+        out["silent"].append(float(1 - mixed(rewards[keep]).mean()) if len(keep) else 1.0)
+        out["asked"].append(used / PROMPTS)
+        every = ask(policy, torch.arange(2 * PROMPTS), made)
+        out["entropy"].append(float(said_logp(policy, every)[1].detach().mean()))
+        if len(keep) >= 2:  # one group at least for each minibatch
+            trainer.step(answers.subset(at), credit_by_pattern(a, rewards[keep]).ravel())
+    return out
+
+
+def penalty(length: int, overlong: bool) -> float:
+    """What an answer of this length is paid on top of its reward, where 100 tokens are allowed."""
+    group = scored_group("a", [PlainEpisode(0.0, [[length]], np.full(length, -1.0))])
+    episodes = [s.episode for s in group.episodes]
+    shape = (Overlong(cache=0.2),) if overlong else ()
+    return float(shaped(shape, np.zeros(1), episodes, 100)[0][0])
+
+
+def compute(k: Values) -> Readout:
+    found = train(k, int(k["seed"]))
+    steps = list(range(1, STEPS + 1))
+    rule = DAPO.aggregate if k["token"] else GRPO.aggregate
+    weights = weigh(rule, (10, 100), (0, 0), 100)
+    lengths = list(range(60, 101, 5))
+    gauges = {"rollout/reward": found["reward"], "rollout/solved": found["reward"], "credit/silent": found["silent"],
+              "rollout/mixed": found["mixed"], "rollout/truncated": [0.0] * STEPS}  # fmt: skip
+    said = by_rules(recorded(gauges), Reinforce(name="rl", algorithm=PLAIN), "too_easy")
+    useful = float(np.mean([1 - s for s in found["silent"]]))
+    return Readout(
+        pictures=(
+            Curve("Reward and entropy", steps, {"reward": found["reward"], "entropy, nats": found["entropy"]}, low=0),
+            Curve("Groups without spread, and prompts asked a step", steps,
+                  {"silent share": found["silent"], "times asked": found["asked"]}, low=0),
+            Bars("Weight of a token, in answers of 10 and 100 tokens", ("10 tokens", "100 tokens"),
+                 {rule: [float(w) * 110 for w in weights]}, low=0),
+            Curve("Added to the reward, by length (100 allowed)", lengths,
+                  {"overlong": [penalty(n, bool(k["overlong"])) for n in lengths]}, x_label="tokens", low=-1, high=0.1),
+        ),
+        sentence=f"Reward **{np.mean(found['reward'][:5]):.2f}** to **{np.mean(found['reward'][-5:]):.2f}** in {STEPS} "
+        f"steps. **{useful:.0%}** of the groups that were learned from had spread, for "
+        f"**{np.mean(found['asked']):.1f}** times the prompts.",
+        values={"reward at the end": float(np.mean(found["reward"][-5:])), "useful share": useful,
+                "entropy": found["entropy"][-1]},
+        says=said,
+    )  # fmt: skip
+
+
+LESSON = Lesson(
+    number="13",
+    name="dapo",
+    title="DAPO: four repairs of GRPO",
+    part="the algorithms",
+    force="estimator",
+    minutes=8,
+    question="Which of DAPO's four changes does what?",
+    idea="""
+        GRPO wastes groups, and loses variety. DAPO changes four things. *Clip higher*: a token may gain more (1.28)
+        than it may lose (0.8), so a rare token can grow. *Dynamic sampling*: groups without spread are thrown away and
+        others asked instead, so that each step learns from full groups, for more sampling. *Token mean*: one mean over
+        all tokens of a prompt, so a long answer weighs as much as its tokens. *Overlong*: an answer that nears the
+        limit loses reward bit by bit, in place of all at once.
+    """,
+    formula="clip(r, 1 - .2, 1 + .28)     keep groups with 0 < right < K     1 / sum |y|     -(|y| - 80) / 20 above 80",
+    knobs=(
+        Toggle("higher", "clip higher (.2 / .28)", True),
+        Toggle("dynamic", "dynamic sampling", True),
+        Toggle("token", "token mean", True),
+        Toggle("overlong", "soft overlong penalty", True),
+        Slider("right", "share of right answers at the start", 0.3, 0.02, 0.98, 0.02),
+        Slider("eta", "step size", 4.0, 0.5, 30.0, log=True),
+        Slider("seed", "seed", 0, 0, 10),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(
+        Break({"dynamic": False, "right": 0.98}, "Nearly every group is all right: without dynamic sampling it learns "
+              "from nothing.", "too_easy"),
+    ),
+    claims=(
+        Claim("Silent groups at p = .9, K = 4", "curriculum 13", 0.656,
+              lambda: float(1 - mixed((np.random.default_rng(0).random((20_000, 4)) < 0.9).astype(float)).mean())),
+    ),
+    exercises=(
+        AskNumber("p = 0.5, K = 4: which share of groups is silent?", 0.125, why="2 * 0.5^4."),
+        AskKnobs("Learn from at most 60 % useful groups.", "useful share", None, 0.6, {"dynamic": False}),
+        AskChoice("Which change costs more sampling?", ("Clip higher", "Dynamic sampling", "Token mean"), 1,
+                  why="Groups without spread are asked for nothing."),
+    ),
+    code=("posttrain.algorithm.trust.push", "posttrain.algorithm.weigh.weigh", "posttrain.core.pieces.shape.Overlong"),
+    docs="algorithms.md",
+    command="posttrain run arithmetic algorithm=dapo",
+    grid=("dynamic", "right"),
+)  # fmt: skip
