@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
-from benchmarks.miniatures.sums import Sums
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import DAPO
 from posttrain.toy.answers import Answers, ask, siblings
 from posttrain.toy.policies import NetworkPolicy
+from posttrain.toy.sums import Sums
 from posttrain.toy.training import ToyTrainer, credit_by_pattern, mixed
 
 WORLD, GROUPS, G, STEPS, TARGET, MOST = Sums(), 16, 8, 150, 0.8, 16

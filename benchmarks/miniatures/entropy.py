@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from benchmarks.miniatures.sums import Sums
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import CLIP_COV, GRPO, KL_COV
 from posttrain.core.pieces.token import ClipCov, KlCov
 from posttrain.core.pieces.trust import Clip
 from posttrain.toy.answers import ask, said_logp, siblings
+from posttrain.toy.sums import Sums
 from posttrain.toy.training import ToyTrainer, credit_by_pattern
 
 GROUPS, G, STEPS, INNER, LR, HIDDEN = 24, 8, 60, 4, 2e-3, 64

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from benchmarks.miniatures.sums import Sums
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO, REINFORCE_PP, REINFORCE_PP_BASELINE
 from posttrain.toy.answers import ask, siblings
+from posttrain.toy.sums import Sums
 from posttrain.toy.training import ToyTrainer, credit_by_pattern
 
 WORLD, TRAINED, G, STEPS, LR, K = Sums(), 16, 8, 150, 4e-3, 16

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from benchmarks.miniatures.sums import Sums
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import DECOUPLED, GRPO, M2PO
 from posttrain.toy.answers import ask, siblings
 from posttrain.toy.policies import NetworkPolicy
+from posttrain.toy.sums import Sums
 from posttrain.toy.training import ToyTrainer, credit_by_pattern
 
 WORLD, GROUPS, G, STEPS, LR = Sums(), 16, 8, 60, 4e-3

@@ -1,38 +1,78 @@
-"""A policy that half knows the answer to one sum, over the tokens 0 to 9 and the sign that ends an answer.
-
-It says two digits and the sign. `skill` is how sure it is of the right ones; what is left goes to the other digits,
-the nearer ones more.
-
->>> policy = sum_policy(12, skill=0.7)
->>> [round(x, 2) for x in torch.softmax(policy.table[0, 0], -1).tolist()][:3]
-[0.13, 0.7, 0.13]
->>> text(torch.tensor([1, 2, 10]))
-'12#'
-"""
+"""The world that most miniatures share: a + b mod m, said in a few tokens by a small network that was taught badly at
+first."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.toy.policies import TabularPolicy
-
-SIGNS = "0123456789#"
-END = 10
+from posttrain.toy.answers import Answers, imitate
+from posttrain.toy.policies import NetworkPolicy
 
 
-def sum_policy(answer: int, skill: float) -> TabularPolicy:
-    """The policy for one prompt whose answer has two digits."""
-    digits = [int(d) for d in f"{answer:02d}"]
-    table = torch.full((1, 3, len(SIGNS)), -12.0, dtype=torch.float64)
-    for place, right in enumerate(digits):
-        away = torch.tensor([abs(d - right) for d in range(10)], dtype=torch.float64)
-        share = torch.exp(-1.6 * (away - 1)) * (away > 0)
-        table[0, place, :10] = torch.log((1 - skill) * share / share.sum() + skill * (away == 0) + 1e-9)
-    table[0, 2, END] = 0.0
-    return TabularPolicy(table)
+@dataclass(frozen=True)
+class Sums:
+    """All m * m prompts; an answer is `free` tokens that do not matter, then the sum."""
 
+    m: int = 11
+    free: int = 0
+    skew: float = 0.0
+    """How lopsided the imitated tokens are: the k-th choice has weight k^-skew, and the sum is the least common of
+    all."""
 
-def text(tokens_T: Tensor) -> str:
-    """The tokens of one answer as they are read."""
-    return "".join(SIGNS[int(t)] for t in tokens_T)
+    @property
+    def prompts(self) -> int:
+        return self.m * self.m
+
+    @property
+    def length(self) -> int:
+        return self.free + 1
+
+    @property
+    def features_PF(self) -> Tensor:
+        a, b = torch.arange(self.prompts) // self.m, torch.arange(self.prompts) % self.m
+        return torch.cat([torch.eye(self.m)[a], torch.eye(self.m)[b]], 1)
+
+    @property
+    def truth_P(self) -> Tensor:
+        return (torch.arange(self.prompts) // self.m + torch.arange(self.prompts) % self.m) % self.m
+
+    def taught(self, seed: int, *, hidden: int, steps: int, right: float | tuple[float, float]) -> NetworkPolicy:
+        """A network that imitated answers of which a share `right` was correct (two shares: of every other prompt), the
+        others drawn."""
+        return deepcopy(self._taught(seed, hidden, steps, right if isinstance(right, tuple) else (right, right)))
+
+    @cache  # noqa: B019  (worlds live as long as the program)
+    def _taught(self, seed: int, hidden: int, steps: int, right: tuple[float, float]) -> NetworkPolicy:
+        made = torch.Generator().manual_seed(seed)
+        policy = NetworkPolicy(self.features_PF, self.length, self.m, hidden, seed)
+        prompt_E = torch.arange(self.prompts).repeat(20)
+        choices = (1.0 + torch.arange(self.m, dtype=torch.float64)) ** -self.skew
+        tokens_ET = torch.multinomial(choices, len(prompt_E) * self.length, replacement=True, generator=made).reshape(
+            -1, self.length
+        )
+        tokens_ET[:, -1] = (self.truth_P[prompt_E] + 1 + tokens_ET[:, -1]) % self.m
+        good_E = torch.rand(len(prompt_E), generator=made) < torch.tensor(right)[prompt_E % 2]
+        tokens_ET[good_E, -1] = self.truth_P[prompt_E[good_E]]
+        imitate(policy, prompt_E, tokens_ET, steps, 5e-3, made)
+        return policy
+
+    def rewards(self, answers: Answers, g: int) -> np.ndarray:
+        """1 for the sum, 0 for anything else, [P, G]."""
+        return (answers.tokens_ET[:, -1] == self.truth_P[answers.prompt_E]).double().numpy().reshape(-1, g)
+
+    @torch.no_grad()
+    def solved(self, policy: NetworkPolicy) -> Tensor:
+        """Probability of the sum for every prompt [P], exact where no free token comes first."""
+        assert self.free == 0
+        everything = torch.arange(self.prompts)
+        logits = policy(everything, torch.zeros(self.prompts, 1, dtype=torch.int64))[:, 0]
+        return torch.softmax(logits, -1).gather(1, self.truth_P[:, None])[:, 0]
+
+    def accuracy(self, policy: NetworkPolicy) -> float:
+        return float(self.solved(policy).mean())

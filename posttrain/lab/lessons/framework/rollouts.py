@@ -23,7 +23,7 @@ from posttrain.lab.lesson import (
     recorded,
 )
 from posttrain.toy.answers import Answers, ask, logp_of, siblings
-from posttrain.toy.sums import sum_policy, text
+from posttrain.toy.one_sum import sum_policy, text
 from posttrain.toy.training import batch_of, credit_by_pattern, loss_of
 from posttrain.verifier.integers import last_integer
 from posttrain.web.picture import Curve, TextTile, Tiles

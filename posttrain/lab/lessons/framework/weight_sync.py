@@ -1,0 +1,137 @@
+"""Page 06: what happens when new weights reach the sampler only every n steps."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from posttrain.checks.sampler import said_by_these_weights
+from posttrain.core.ladder import GRPO
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Options,
+    Readout,
+    Slider,
+    Values,
+    refusal,
+)
+from posttrain.toy.answers import ask, logp_of, siblings
+from posttrain.toy.episodes import PlainEpisode, scored_group
+from posttrain.toy.sums import Sums
+from posttrain.toy.training import ToyTrainer, credit_by_pattern
+from posttrain.web.picture import Curve, Gantt
+
+WORLD, GROUPS, G, STEPS = Sums(), 16, 8, 40
+PLAIN = replace(GRPO, pull=None)
+ANCHORS = {
+    "the sampler's log-probs": replace(PLAIN, anchor="behaviour"),
+    "nothing: old samples count as new": PLAIN,
+}
+HEALTHY = {"every": 8, "anchor": "the sampler's log-probs", "lr": 0.004, "seed": 0}
+
+
+def train(k: Values) -> dict[str, list[float]]:
+    """By step: accuracy of the newest weights, mean |log ratio| against the sampler, clipped share, age of samples."""
+    a, every = ANCHORS[str(k["anchor"])], int(k["every"])
+    policy = WORLD.taught(int(k["seed"]), hidden=64, steps=300, right=0.3)
+    made = torch.Generator().manual_seed(int(k["seed"]))
+    trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=float(k["lr"])), G, int(k["seed"]))
+    out: dict[str, list[float]] = {"accuracy": [], "gap": [], "clipped": [], "age": []}
+    sampler = deepcopy(policy)
+    for step in range(STEPS):
+        if step % every == 0:
+            sampler = deepcopy(policy)
+        answers = ask(sampler, siblings(torch.randint(WORLD.prompts, (GROUPS,), generator=made), G), made)
+        out["gap"].append(float((logp_of(policy, answers) - answers.mu_ET).abs().mean()))
+        gauges = trainer.step(answers, credit_by_pattern(a, WORLD.rewards(answers, G)).ravel())
+        out["accuracy"].append(WORLD.accuracy(policy))
+        clipped = gauges["policy/clip_low"].mean + gauges["policy/clip_high"].mean if gauges else 0.0
+        out["clipped"].append(clipped)
+        out["age"].append(float(step % every))
+    return out
+
+
+def checked(every: int) -> None:
+    """The check of a run that promised fresh samples, on the versions that its tokens carry at the step before the
+    next sync."""
+    step = every - 1
+    token = PlainEpisode(1.0, [[1]], np.full(1, -1.0), version=np.zeros(1, np.int32))
+    said_by_these_weights([scored_group("a", [token, token]).group], (step,))
+
+
+def compute(k: Values) -> Readout:
+    found, every = train(k), int(k["every"])
+    steps = list(range(1, STEPS + 1))
+    syncs = [(float(i), float(min(i + every, 12)), f"version {i}", "one" if (i // every) % 2 else "two")
+             for i in range(0, 12, every)]  # fmt: skip
+    return Readout(
+        pictures=(
+            Curve("Accuracy of the newest weights", steps, {"accuracy": found["accuracy"]}, low=0, high=1),
+            Curve("Distance between sampler and learner", steps,
+                  {"mean |log ratio|": found["gap"], "clipped share": found["clipped"]}, low=0),
+            Gantt("Weights in the first 12 steps", {
+                "learner": [(float(i), i + 1.0, f"{i}", "three") for i in range(12)], "sampler": syncs}, unit="step"),
+        ),
+        sentence=f"Samples are up to **{every - 1}** steps old. The log ratio is **{np.mean(found['gap']):.3f}** nats "
+        f"on average, **{np.mean(found['clipped']):.0%}** of the tokens are clipped, and accuracy ends at "
+        f"**{found['accuracy'][-1]:.2f}**.",
+        values={"accuracy": found["accuracy"][-1], "log ratio": float(np.mean(found["gap"])),
+                "clipped": float(np.mean(found["clipped"]))},
+        says=refusal(lambda: checked(every), "said_by_these_weights"),
+    )  # fmt: skip
+
+
+LESSON = Lesson(
+    number="06",
+    name="sync",
+    title="Weight sync: how old may a sample be?",
+    part="the framework",
+    force="cost",
+    minutes=6,
+    question="What if the sampler gets new weights only every few steps?",
+    idea="""
+        The trainer changes the weights; the sampler needs them. Sending them takes time, so it is tempting to do it
+        less often. Then answers come from an older policy. The ratio of the two grows, the clip silences more and more
+        tokens, and what is left learns more slowly. If nobody compares with the sampler, old samples count as new, and
+        training can break.
+
+        So weights have versions, every token carries the version that said it, and each step checks that the versions
+        are those that were promised.
+    """,
+    formula="|log rho| = | log pi_learner - log pi_sampler |        clipped where rho leaves [0.8, 1.2]",
+    knobs=(
+        Slider("every", "send weights every n steps", 1, 1, 16),
+        Options("anchor", "the ratio compares with", "the sampler's log-probs", tuple(ANCHORS)),
+        Slider("lr", "learning rate", 0.004, 0.001, 0.02, log=True),
+        Slider("seed", "seed", 0, 0, 5),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(
+        Break({"every": 16, "lr": 0.01}, "The sampler is up to 15 steps behind: many tokens are clipped.",
+              "said_by_these_weights"),
+    ),
+    claims=(
+        Claim("Unsourced: clipped share of healthy training, 10 to 26 %", "curriculum 06", 0.18,
+              lambda: float(np.mean(train(HEALTHY)["clipped"])), within=0.45),
+    ),
+    exercises=(
+        AskNumber("Weights are sent every 5 steps. How many steps old is the oldest sample?", 4,
+                  why="The step before the next sync uses weights of 4 steps ago."),
+        AskKnobs("Clip more than 20 % of the tokens.", "clipped", 0.2, None, {"every": 16, "lr": 0.01}),
+        AskChoice("Where is the version kept?", ("In the trainer", "With every token", "In the file name"), 1,
+                  why="So a sample says itself how old it is."),
+    ),
+    code=("posttrain.role.sync.Sync", "posttrain.checks.sampler.said_by_these_weights"),
+    docs="weight-sync.md",
+    command="posttrain run arithmetic rl.staleness=1",
+    grid=("every", "anchor"),
+)  # fmt: skip
