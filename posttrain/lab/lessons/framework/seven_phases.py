@@ -1,0 +1,151 @@
+"""Page 07: one step, phase by phase, and which numbers exist after each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from posttrain.algorithm.credit import credit_step
+from posttrain.core.ladder import GRPO
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Readout,
+    Slider,
+    Toggle,
+    Values,
+    refusal,
+)
+from posttrain.toy.answers import Answers, ask, groups_of, logp_of, siblings
+from posttrain.toy.one_sum import sum_policy, text
+from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.training import batch_of, loss_of
+from posttrain.verifier.integers import last_integer
+from posttrain.web.picture import Bars, Matrix, TextTile, Tiles
+
+PHASES = ("ask and answer", "judge", "score", "credit", "pack", "learn", "publish")
+FIELDS = ("tokens", "log-prob at sampling", "version", "reward", "log-prob of the reference", "advantage", "weight",
+          "gradient", "new weights at the sampler")  # fmt: skip
+FILLED = {0: (0, 1, 2), 1: (3,), 2: (4,), 3: (5,), 4: (6,), 5: (7,), 6: (8,)}
+"""Which fields each phase fills."""
+G = 4
+
+
+@dataclass
+class StepState:
+    """What one step has made so far."""
+
+    answers: Answers
+    policy: TabularPolicy
+    rewards: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    reference: torch.Tensor | None = None
+    credit: np.ndarray | None = None
+    before: float = 0.0
+    after: float = 0.0
+
+
+def play(phase: int, seed: int, scored: bool) -> StepState:
+    """A step up to and with this phase; the reference is not asked where `scored` is off."""
+    made, policy, reference = torch.Generator().manual_seed(seed), sum_policy(12, 0.7), sum_policy(12, 0.6)
+    state = StepState(ask(policy, siblings(torch.zeros(1, dtype=torch.int64), G), made), policy)
+    said = state.answers
+    if phase >= 1:
+        state.rewards = np.array([float(last_integer(text(t).partition("#")[0]) == "12") for t in said.tokens_ET])
+    if phase >= 2 and scored:
+        state.reference = logp_of(reference, said)
+    if phase >= 3:
+        start = logp_of(policy, said)
+        groups = groups_of(said, state.rewards[None], start, state.reference)
+        made_credit = credit_step(GRPO, groups, max_tokens=3, ema=0.0)
+        state.credit = np.stack([e.advantage[0] for e in made_credit.groups[0].episodes])
+        if phase >= 4:
+            batch = batch_of(GRPO, said, state.credit, G, start, state.reference)
+            if phase >= 5:
+                state.before = float(logp_of(policy, said).sum(1)[0])
+                loss, _ = loss_of(GRPO, batch, policy, said)
+                loss.backward()
+                assert policy.table.grad is not None
+                with torch.no_grad():
+                    policy.table -= 2.0 * policy.table.grad
+                state.after = float(logp_of(policy, said).sum(1)[0])
+    return state
+
+
+def compute(k: Values) -> Readout:
+    phase = int(k["phase"]) - 1
+    state: list[StepState] = []
+    said = refusal(lambda: state.append(play(phase, int(k["seed"]), bool(k["scored"]))), "the reference is missing")
+    reached = state[0] if state else play(2, int(k["seed"]), bool(k["scored"]))
+    there = [[1.0 if any(f in FILLED[p] for p in range(column + 1)) else 0.0 for column in range(7)]
+             for f in range(len(FIELDS))]  # fmt: skip
+    words = [["filled" if x else "" for x in row] for row in there]
+    rows = {
+        f"answer {i + 1}": [
+            TextTile(text(t[None]), "plain", float(x), note="log-prob at sampling")
+            for t, x in zip(reached.answers.tokens_ET[i], reached.answers.mu_ET[i], strict=True)
+        ]
+        for i in range(G)
+    }
+    pictures = [Matrix("What exists after which phase", PHASES, FIELDS, there, words, low=0, high=1,
+                       chosen=(FILLED[phase][0], phase)), Tiles("The answers", rows)]  # fmt: skip
+    names = [f"answer {i + 1}" for i in range(G)]
+    if phase >= 1:
+        pictures.append(Bars("Reward", names, {"reward": reached.rewards.tolist()}, low=0, high=1))
+    if reached.credit is not None:
+        pictures.append(Bars("Advantage of a token", names, {"advantage": reached.credit[:, 0].tolist()}))
+    moved = reached.after - reached.before
+    return Readout(
+        pictures=pictures,
+        sentence=f"Phase **{phase + 1}, {PHASES[phase]}**: " + (
+            f"it fills {', '.join(FIELDS[f] for f in FILLED[phase])}." if not said else "it cannot be done.")
+        + (f" The first answer's log-prob moves by **{moved:+.3f}** nats." if moved else ""),
+        values={"phase": float(phase + 1), "right answers": float(reached.rewards.sum()), "moved": moved},
+        says=said,
+    )  # fmt: skip
+
+
+LESSON = Lesson(
+    number="07",
+    name="step",
+    title="The controller: seven phases of a step",
+    part="the framework",
+    force="cost",
+    minutes=5,
+    question="In which order does a step make its numbers, and who needs what?",
+    idea="""
+        A step is a sentence: ask, answer, judge, score, credit, pack, learn, publish. The controller calls the roles in
+        this order and sees no logit, no weight and no task. Each phase makes numbers that later ones read: no credit
+        without rewards, no KL term without the reference's log-probs, no new samples without published weights.
+
+        A stage stops after its steps, at a target of held-out reward, or when its time is up. Groups without spread are
+        left out of learning and counted.
+    """,
+    formula="ask -> answer -> judge -> score -> credit -> pack -> learn -> publish -> write down",
+    knobs=(
+        Slider("phase", "phase", 1, 1, 7),
+        Toggle("scored", "the reference scores the answers", True),
+        Slider("seed", "seed", 0, 0, 20),
+    ),
+    compute=compute,
+    breaks=(
+        Break({"phase": 6, "scored": False}, "The loss has a KL term, and nobody asked the reference.",
+              "the reference is missing"),
+    ),
+    claims=(Claim("Numbers that a step makes for each token before it learns", "house", 7,
+                  lambda: float(sum(len(FILLED[p]) for p in range(5))), within=0),),
+    exercises=(
+        AskNumber("Which phase makes the advantage?", 4, within=0.01, why="Credit, after rewards and scores."),
+        AskKnobs("Play the step until the policy has moved.", "moved", 0.001, None, {"phase": 7}),
+        AskChoice("What does the controller see?", ("Logits", "Weights", "Neither"), 2, why="It calls roles in order."),
+    ),
+    code=("posttrain.controller.step.ask", "posttrain.controller.step.learn"),
+    docs="architecture.md",
+    command="posttrain show runs/mine",
+    grid=("phase", "scored"),
+)  # fmt: skip
