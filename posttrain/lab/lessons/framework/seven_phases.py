@@ -72,7 +72,7 @@ def play(phase: int, seed: int, scored: bool) -> StepState:
                 loss.backward()
                 assert policy.table.grad is not None
                 with torch.no_grad():
-                    policy.table -= 2.0 * policy.table.grad
+                    policy.table.sub_(2.0 * policy.table.grad)
                 state.after = float(logp_of(policy, said).sum(1)[0])
     return state
 
@@ -105,7 +105,7 @@ def compute(k: Values) -> Readout:
         sentence=f"Phase **{phase + 1}, {PHASES[phase]}**: " + (
             f"it fills {', '.join(FIELDS[f] for f in FILLED[phase])}." if not said else "it cannot be done.")
         + (f" The first answer's log-prob moves by **{moved:+.3f}** nats." if moved else ""),
-        values={"phase": float(phase + 1), "right answers": float(reached.rewards.sum()), "moved": moved},
+        values={"phase": float(phase + 1), "right answers": float(reached.rewards.sum()), "distance": abs(moved)},
         says=said,
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ LESSON = Lesson(
                   lambda: float(sum(len(FILLED[p]) for p in range(5))), within=0),),
     exercises=(
         AskNumber("Which phase makes the advantage?", 4, within=0.01, why="Credit, after rewards and scores."),
-        AskKnobs("Play the step until the policy has moved.", "moved", 0.001, None, {"phase": 7}),
+        AskKnobs("Play the step until the policy has moved.", "distance", 0.001, None, {"phase": 7}),
         AskChoice("What does the controller see?", ("Logits", "Weights", "Neither"), 2, why="It calls roles in order."),
     ),
     code=("posttrain.controller.step.ask", "posttrain.controller.step.learn"),

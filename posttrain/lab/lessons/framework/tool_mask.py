@@ -46,7 +46,7 @@ def say(t: Transcript, words: str, logp: float = -1.0) -> None:
     t.say(Said(ids(words), np.full(n, logp, np.float32), np.zeros(n, np.int32), Stop.SAID))
 
 
-def segment(a: int, b: int, c: int, masked: bool) -> Segment:
+def segment(a: int, b: int, c: int, *, masked: bool) -> Segment:
     """One episode with a calculator: the question, the call, what the tool wrote, the answer. Without the mask the
     tool's text enters as if the policy had said it."""
     t = Transcript(SAMPLING)
@@ -63,7 +63,7 @@ def segment(a: int, b: int, c: int, masked: bool) -> Segment:
 
 def drawn(seed: int, masked: bool) -> list[Segment]:
     made = np.random.default_rng(seed)
-    return [segment(*made.integers(100, 900, 3).tolist(), masked) for _ in range(EPISODES)]
+    return [segment(*(int(x) for x in made.integers(100, 900, 3)), masked=masked) for _ in range(EPISODES)]
 
 
 def group(segments: list[Segment]) -> Group:
@@ -104,7 +104,7 @@ def _tool(s: Segment) -> np.ndarray:
 
 def compute(k: Values) -> Readout:
     masked, seed = bool(k["mask"]), int(k["seed"])
-    s, true = segment(123, 456, 789, masked), segment(123, 456, 789, True)
+    s, true = segment(123, 456, 789, masked=masked), segment(123, 456, 789, masked=True)
     tool = _tool(true)
     tiles = [
         TextTile(LETTERS[i], "bad" if (m and w) else "good" if m else "mute", note="learned" if m else "only read")

@@ -27,7 +27,7 @@ from posttrain.toy.answers import ask, logp_of, siblings
 from posttrain.toy.episodes import PlainEpisode, scored_group
 from posttrain.toy.sums import Sums
 from posttrain.toy.training import ToyTrainer, credit_by_pattern
-from posttrain.web.picture import Curve, Gantt
+from posttrain.web.picture import Curve, Gantt, Tone
 
 WORLD, GROUPS, G, STEPS = Sums(), 16, 8, 40
 PLAIN = replace(GRPO, pull=None)
@@ -70,8 +70,10 @@ def checked(every: int) -> None:
 def compute(k: Values) -> Readout:
     found, every = train(k), int(k["every"])
     steps = list(range(1, STEPS + 1))
-    syncs = [(float(i), float(min(i + every, 12)), f"version {i}", "one" if (i // every) % 2 else "two")
-             for i in range(0, 12, every)]  # fmt: skip
+    tones: tuple[Tone, Tone] = ("two", "one")
+    syncs = list[tuple[float, float, str, Tone]]()
+    for i in range(0, 12, every):
+        syncs.append((float(i), float(min(i + every, 12)), f"version {i}", tones[i // every % 2]))
     return Readout(
         pictures=(
             Curve("Accuracy of the newest weights", steps, {"accuracy": found["accuracy"]}, low=0, high=1),
