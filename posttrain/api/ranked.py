@@ -50,11 +50,12 @@ from posttrain.engine import attention
 from posttrain.engine.expert_parallel import ExpertLearner, whole_experts
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.models import Policy, named_tensors
-from posttrain.engine.rank_orders import END, HERE, LONG, RankLost, Store, met
+from posttrain.engine.rank_orders import END, HERE, LONG, Store, met
 from posttrain.engine.rank_processes import RankProcesses
 from posttrain.engine.sharded import ShardedLearner, refuse_ranks
 from posttrain.engine.sharded_load import BlankPolicy, blank_policy, read_rows
 from posttrain.engine.sharded_reference import Mould
+from posttrain.engine.signed import users_key
 from posttrain.engine.tensor_parallel import TensorLearner, columns_and_rows
 
 L = TypeVar("L", bound=RankLearner)
@@ -125,22 +126,19 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
     with ExitStack() as closing:
         if under_torchrun():
             closing.enter_context(ending_with_parent(LAUNCHER))
-            world, processes, store = torchrun_world(), None, torchrun_store(options)
+            world, processes, key, store = torchrun_world(), None, users_key(), torchrun_store(options)
             store.set(HERE.format(0), "1")
         else:
             world = options.world
-            told = {"seconds": options.seconds, "replicas": options.replicas}
-            processes = RankProcesses(world, WORKER, rank_threads(run, options), told)
+            told = {"replicas": options.replicas}
+            processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds, told)
             closing.callback(processes.close, kill=True)
-            store = processes.store
+            store, key = processes.store, processes.key
             processes.await_all(options.seconds)
-        try:
-            ranks = closing.enter_context(
-                met(store, 0, world, options.seconds, options.replicas, processes is not None)
-            )
-        except RuntimeError as error:
-            why = processes.gone() if processes is not None else ""
-            raise RankLost(f"the ranks did not meet: {why or error}. Nothing was begun: start again") from error
+        local, gone = processes is not None, str if processes is None else processes.gone
+        ranks = closing.enter_context(
+            met(store, 0, world, options.seconds, options.replicas, key=key, local=local, gone=gone)
+        )
         lead = RankLead(ranks, store, processes, options.parallel)
         closing.callback(lead.close)
         yield lead
@@ -153,7 +151,7 @@ def follow(options: RankOptions) -> int:
         store.wait([HERE.format(0)], LONG)
         if store.get(HERE.format(0)).decode() == END:
             return 0
-        return work(store, torchrun_rank(), torchrun_world(), options.seconds, options.replicas)
+        return work(store, torchrun_rank(), torchrun_world(), options.seconds, options.replicas, key=users_key())
 
 
 def dismiss(options: RankOptions) -> None:

@@ -11,17 +11,18 @@ import signal
 import sys
 import traceback
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from posttrain.algorithm.losses import Loss
 from posttrain.controller.rank_state import RankState
 from posttrain.core.batch import Batch
 from posttrain.core.errors import PosttrainError
 from posttrain.core.visible import tell
-from posttrain.engine.rank_orders import HERE, LOOPBACK, OrdersEnded, RankOrders, Store, met
+from posttrain.engine.rank_keys import FarKeys
+from posttrain.engine.rank_orders import HERE, OrdersEnded, RankOrders, Store, met
 from posttrain.role.events import Event, Observers, PackedEvent
 from posttrain.role.passes import Needs
 from posttrain.role.trainer import NonFiniteGradient
@@ -37,19 +38,23 @@ class Proceed:
     value: Any = None
 
 
-def serve(rank: int, world: int, port: int, seconds: float, replicas: int = 1) -> None:
+def serve(rank: int, world: int, fd: int, seconds: float, replicas: int = 1) -> None:
     """What a process that the run has started on this machine runs."""
-    store = TCPStore(LOOPBACK, port, world, is_master=False)
+    connection = Connection(fd)
+    key = connection.recv_bytes()
+    store = FarKeys(connection)
     store.set(HERE.format(rank), "1")
-    sys.exit(work(store, rank, world, seconds, replicas, local=True))
+    sys.exit(work(store, rank, world, seconds, replicas, key=key, local=True))
 
 
-def work(store: Store, rank: int, world: int, seconds: float, replicas: int = 1, local: bool = False) -> int:
+def work(
+    store: Store, rank: int, world: int, seconds: float, replicas: int = 1, *, key: bytes, local: bool = False
+) -> int:
     """Do what rank 0 orders; returns the exit code of the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when the run ends
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides when the run ends
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
-    with met(store, rank, world, seconds, replicas, local) as ranks:
+    with met(store, rank, world, seconds, replicas, key=key, local=local) as ranks:
         orders = RankOrders(ranks, store)
         try:
             RankWorker(RankState(ranks), orders).until_ended()

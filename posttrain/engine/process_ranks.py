@@ -13,6 +13,7 @@ from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from posttrain.core.errors import ConfigError
+from posttrain.engine.signed import signed, users_key
 
 SECONDS = 600.0
 """How long a rank waits in an exchange for the others before it stops."""
@@ -52,7 +53,7 @@ class ProcessRanks:
         return dist.get_world_size(self.group)
 
     def every(self, value: Any) -> list[Any]:
-        """The value of every rank, pickled, in the order of the ranks."""
+        """The value of every rank, pickled and signed, in the order of the ranks."""
         out: list[Any] = [None] * self.world
         dist.all_gather_object(out, value, group=self.group)
         return out
@@ -94,7 +95,7 @@ def joined(
     seconds: float = SECONDS,
     replicas: int = 1,
 ) -> Iterator[ProcessRanks]:
-    """Inside, this process is one of `world` ranks (gloo).
+    """Inside, this process is one of `world` ranks (gloo). They have the key of their user (`signed.users_key`).
 
     Args:
         rank, world: None: from the environment, as torchrun sets it.
@@ -102,11 +103,17 @@ def joined(
         replicas: copies of the weights; see `ProcessRanks.part`.
     """
     told: dict[str, Any] = {} if rank is None or world is None else {"rank": rank, "world_size": world}
-    dist.init_process_group("gloo", init_method=address, timeout=timedelta(seconds=seconds), **told)
-    try:
-        everyone = ProcessRanks(seconds=seconds)
-        found = everyone if replicas == 1 else everyone.part(range(everyone.world), replicas)
-        assert found is not None
-        yield found
-    finally:
-        dist.destroy_process_group()
+    with signed(users_key()):
+        dist.init_process_group("gloo", init_method=address, timeout=timedelta(seconds=seconds), **told)
+        try:
+            yield in_copies(seconds, replicas)
+        finally:
+            dist.destroy_process_group()
+
+
+def in_copies(seconds: float, replicas: int) -> ProcessRanks:
+    """All processes of the group, with so many copies of the weights."""
+    everyone = ProcessRanks(seconds=seconds)
+    found = everyone if replicas == 1 else everyone.part(range(everyone.world), replicas)
+    assert found is not None
+    return found

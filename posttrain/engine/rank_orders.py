@@ -1,26 +1,30 @@
 """How rank 0 tells the other ranks what to compute next, and how it is found out who failed.
 
 A store of keys, in the process of rank 0 or of torchrun, says that there is a next order; its content goes to all ranks
-by broadcast. So a rank can wait for an order as long as rollouts take, and only exchanges have a time-out. Each rank
-notes in the store which order it began and ended, and why it failed.
+by broadcast, signed (`signed.py`). So a rank can wait for an order as long as rollouts take, and only exchanges have a
+time-out. Each rank notes in the store which order it began and ended, and why it failed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from posttrain.core.errors import EngineError
-from posttrain.engine.process_ranks import ProcessRanks
+from posttrain.engine.process_ranks import ProcessRanks, in_copies
+from posttrain.engine.signed import signed
 
 LONG = timedelta(days=365)
 """How long a rank waits for its next order. It ends with the store, or with torchrun."""
@@ -28,7 +32,10 @@ END = "end"
 HERE = "here/{}"
 """The key by which a rank says that it has begun."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
-LOOPBACK = "127.0.0.1"
+LOOK_SECONDS = 0.05
+"""Between two looks whether a rank is gone, while ranks meet."""
+MEET_SECONDS = 120.0
+"""Seconds that ranks have at least to meet, whatever an exchange may take."""
 
 
 class RankLost(EngineError):
@@ -41,25 +48,71 @@ class OrdersEnded(Exception):
 
 @contextmanager
 def met(
-    store: Store, rank: int, world: int, seconds: float, replicas: int = 1, local: bool = False
+    store: Store,
+    rank: int,
+    world: int,
+    seconds: float,
+    replicas: int = 1,
+    *,
+    key: bytes,
+    local: bool = False,
+    gone: Callable[[], str] = str,
 ) -> Iterator[ProcessRanks]:
     """Inside, this process is one of `world` ranks that share a store.
 
     Args:
         seconds: how long an exchange may wait for a rank.
         replicas: copies of the weights; see `ProcessRanks.part`.
+        key: with which ranks sign what they send each other as pickles.
         local: all ranks are on this machine: listen at its loopback address alone.
+        gone: which rank has ended, in words; '' while all live.
+
+    Raises:
+        RankLost: the ranks did not meet.
     """
-    with _loopback() if local else contextlib.nullcontext():
-        within = PrefixStore("exchange", store)
-        dist.init_process_group("gloo", store=within, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+    with signed(key):
+        with _loopback() if local else contextlib.nullcontext():
+            ranks = _meeting(lambda: _meet(store, rank, world, seconds, replicas), max(seconds, MEET_SECONDS), gone)
+        try:
+            yield ranks
+        finally:
+            dist.destroy_process_group()
+
+
+def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) -> ProcessRanks:
+    within = PrefixStore("exchange", store)
+    c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]  # it counts meetings that failed, and names groups
+    dist.init_process_group("gloo", store=within, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+    return in_copies(seconds, replicas)
+
+
+def _meeting(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[], str]) -> ProcessRanks:
+    """What `work` returns. A thread does it: while torch connects ranks, it hears neither signals nor that one is gone,
+    and waits for each of them anew."""
+    found: Future[ProcessRanks] = Future()
+
+    def meet() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=meet, name="meets the other ranks", daemon=True).start()
+    last = time.monotonic() + seconds
     try:
-        everyone = ProcessRanks(seconds=seconds)
-        found = everyone if replicas == 1 else everyone.part(range(world), replicas)
-        assert found is not None
-        yield found
-    finally:
-        dist.destroy_process_group()
+        while True:
+            try:
+                return found.result(LOOK_SECONDS)
+            except TimeoutError:
+                why = gone() or ("" if time.monotonic() < last else f"not all were there within {seconds:g} s")
+            except RuntimeError as error:
+                why = gone() or str(error)
+            if why:
+                raise RankLost(f"the ranks did not meet: {why}. Nothing was begun: start again")
+    except BaseException:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
 
 
 @contextmanager
@@ -90,10 +143,9 @@ class RankOrders:
         """Give an order to the other ranks. `what`: in words, for messages."""
         if self.ranks.world == 1:
             return
-        data = pickle.dumps(work, pickle.HIGHEST_PROTOCOL)
         self.number += 1
         self._store.set(_key(self.number), what)
-        dist.broadcast_object_list([data], group_src=0, group=self.ranks.group)
+        dist.broadcast_object_list([work], group_src=0, group=self.ranks.group)
         if self.number > 1:
             self._store.delete_key(_key(self.number - 1))
 
@@ -140,7 +192,7 @@ class RankOrders:
         self._note(f"began order {self.number} ({what.decode()})")
         box: list[Any] = [None]
         dist.broadcast_object_list(box, group_src=0, group=self.ranks.group)
-        return pickle.loads(box[0])
+        return box[0]
 
     def done(self) -> None:
         """The work of an order is done."""

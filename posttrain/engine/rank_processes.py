@@ -1,4 +1,8 @@
-"""The other ranks of a run as processes of this machine, which the run itself starts, watches and ends."""
+"""The other ranks of a run as processes of this machine, which the run itself starts, watches and ends.
+
+Each has one end of a pair of sockets: over it come the key of the ranks and what they write down for each other
+(`rank_keys.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,45 +10,51 @@ import atexit
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
 from posttrain.core.lifetime import begun
-from posttrain.engine.rank_orders import HERE, LOOPBACK, RankLost
+from posttrain.engine.rank_keys import LeadKeys
+from posttrain.engine.rank_orders import HERE, MEET_SECONDS, RankLost
+from posttrain.engine.signed import fresh_key
 
-COMMAND = "from {module} import serve; serve({rank}, {world}, {port}, **{told})"
+COMMAND = "from {module} import serve; serve({rank}, {world}, {fd}, **{told})"
 LOG_LINES = 12
 """Last lines of a process's output that an error message quotes."""
-BEGIN_SECONDS = 120.0
-"""Seconds that a process has at least to begin, whatever an exchange may take."""
 END_SECONDS = 20.0
 """Seconds that a process has to end by itself."""
 
 
 class RankProcesses:
-    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, port, **told)`. `store` is where all meet."""
+    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, fd, **told)`. `store` is where all meet."""
 
-    def __init__(self, world: int, module: str, threads: int, told: Mapping[str, Any]) -> None:
-        self.store = TCPStore(LOOPBACK, 0, world, is_master=True, wait_for_workers=False)
+    def __init__(self, world: int, module: str, threads: int, seconds: float, told: Mapping[str, Any]) -> None:
+        self.key = fresh_key()
+        self.store = LeadKeys(seconds, self.gone)
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-ranks-")
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         atexit.register(self._killed)
         for rank in range(1, world):
-            given = {"rank": rank, "world": world, "port": self.store.port, "told": dict(told)}
-            with self._log(rank).open("wb") as log:
+            ours, theirs = socket.socketpair()
+            given = {"rank": rank, "world": world, "fd": theirs.fileno(), "told": {"seconds": seconds, **told}}
+            with self._log(rank).open("wb") as log, theirs:
                 self._processes[rank] = begun(
                     COMMAND.format(module=module, **given),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    pass_fds=(theirs.fileno(),),
                     env={**os.environ, "OMP_NUM_THREADS": str(threads)},
                 )
+            connection = Connection(ours.detach())
+            connection.send_bytes(self.key)
+            self.store.serve(connection)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -57,7 +67,7 @@ class RankProcesses:
         Raises:
             RankLost: one ended before, or did not come in time.
         """
-        seconds = max(seconds, BEGIN_SECONDS)
+        seconds = max(seconds, MEET_SECONDS)
         last = time.monotonic() + seconds
         for rank in self._processes:
             while not self.store.check([HERE.format(rank)]):

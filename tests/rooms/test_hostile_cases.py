@@ -360,7 +360,7 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "api/placed_environments.py",
             "api/ranked.py",
             "engine/pool/",
-            "engine/rank_orders.py",
+            "engine/signed.py",
         ),
     ),
     "I-12": (("tarfile", "gzip", "bz2", "lzma", "zipfile"), ("core/record.py",)),

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +27,13 @@ from posttrain.core.rejection import Rejection
 from posttrain.core.run import Optimizer, Run
 from posttrain.core.shards import Shard
 from posttrain.engine.learner import FrozenScorer
+from posttrain.engine.rank_orders import RankLost, met
+from posttrain.engine.rank_processes import RankProcesses
 from posttrain.engine.sharded import ShardedLearner
 from posttrain.engine.sharded_reference import ShardedReference
+from posttrain.engine.signed import users_key
 from posttrain.role.saved_parts import SavedTensors, part_files, write_part
+from tests.meeting import exchange
 from tests.tiny import MODEL, tiny_run
 
 TWO = RankOptions(nproc=2)
@@ -172,3 +183,87 @@ def test_rank_0_orders_whatever_reads_whole_weights() -> None:
     assert read | {"shards", "fingerprint", "forward", "adapter"} <= vars(OrderedLearner).keys()
     kept = {n for n in vars(FrozenScorer) if not n.startswith("_")}
     assert kept <= vars(LeadReference).keys() and kept <= vars(ShardedReference).keys()
+
+
+# --- ranks meet -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["every", "broadcast", "gather", "scatter"])
+def test_no_pickle_is_read_that_was_not_signed_with_the_key_of_the_ranks(how: str, tmp_path: Path) -> None:
+    """In each way in which torch sends one: whoever reaches its ports could have written it."""
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [spawn.Process(target=exchange, args=(r, tmp_path, f"{r}" * 32, how)) for r in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert "was not signed with the key of these ranks" in (tmp_path / "told-0").read_text()
+    assert not (tmp_path / "called").exists()
+
+
+def test_the_key_of_a_users_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once, is nobody else's to read, and is refused where it could be known."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    path = tmp_path / "posttrain" / "ranks.key"
+    found = users_key()
+    assert found == users_key() == path.read_bytes() and path.stat().st_mode & 0o777 == 0o600 and len(found) >= 32
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        users_key()
+    monkeypatch.setenv("POSTTRAIN_RANKS_KEY", "short")
+    with pytest.raises(ConfigError, match="at least 32"):
+        users_key()
+
+
+@contextmanager
+def meeting(world: int, replicas: int = 1, seconds: float = 600.0, **how: Any) -> Iterator[tuple[RankProcesses, Any]]:
+    made = RankProcesses(world, "tests.meeting", 1, seconds, {"replicas": replicas, **how})
+    try:
+        made.await_all(120)
+        yield made, met(made.store, 0, world, seconds, replicas, key=made.key, local=True, gone=made.gone)
+    finally:
+        made.close(kill=True)
+
+
+@pytest.mark.parametrize(("world", "replicas", "after"), [(2, 1, 1), (3, 1, 1), (4, 2, 3)])
+def test_a_rank_that_dies_while_the_others_connect_is_told_at_once(world: int, replicas: int, after: int) -> None:
+    """Before it says where it listens, for all ranks or for those of a copy; the time-out is ten minutes."""
+    with meeting(world, replicas, hangs=False, after=after) as (_, met_by_all):
+        begun = time.monotonic()
+        with pytest.raises(RankLost, match=r"rank \d is gone: it was killed by SIGKILL"), met_by_all:
+            pass
+        assert time.monotonic() - begun < 30
+
+
+def test_a_signal_is_heard_while_ranks_meet_and_nothing_listens_for_others() -> None:
+    """SIGTERM comes through while one of them hangs; what listens does so at the loopback address alone."""
+
+    def stop(number: int, frame: Any) -> None:
+        heard.append(listening(os.getpid()))
+        raise KeyboardInterrupt
+
+    heard, before = list[list[str]](), signal.signal(signal.SIGALRM, stop)
+    try:
+        with meeting(2, hangs=True, after=9) as (_, met_by_all):
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+            with pytest.raises(KeyboardInterrupt), met_by_all:
+                pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert heard and all(address == "127.0.0.1" for address in heard[0])
+
+
+def listening(pid: int) -> list[str]:
+    """Addresses at which a process listens (Linux; elsewhere none is known)."""
+    found, own = list[str](), set[str]()
+    for fd in Path(f"/proc/{pid}/fd").glob("*"):
+        with suppress(OSError):
+            own.add(os.readlink(fd))
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                    raw = bytes.fromhex(fields[1].partition(":")[0])
+                    found.append(socket.inet_ntoa(raw[::-1]) if table == "tcp" else raw.hex())
+    return found
