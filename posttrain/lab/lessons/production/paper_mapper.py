@@ -1,0 +1,203 @@
+"""Page 23: tick what a paper ticks, and see the nearest line of the ladder."""
+
+from __future__ import annotations
+
+from posttrain.core.algorithm import Algorithm, differences
+from posttrain.core.ladder import LADDER
+from posttrain.core.pieces.baseline import Value
+from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Claim, Lesson, Options, Readout, Values
+from posttrain.web.picture import Bars, Branch, Matrix, Tree
+
+BASELINES = {
+    "none": "Zero",
+    "mean of the group": "GroupMean",
+    "mean of the others": "Others",
+    "a learned value": "Value",
+    "a greedy answer": "Greedy",
+}
+SCALES = {
+    "nothing": "one",
+    "std of the group": "group_std",
+    "std of the batch": "batch_std",
+    "mean of the group": "group_mean",
+}
+REGIONS = {
+    "none": "None",
+    "clip of the ratio": "Clip",
+    "cap of the ratio": "Cap",
+    "soft gate": "Soft",
+    "distance of distributions": "Divergence",
+}
+MEANS = {
+    "all tokens": "token_mean",
+    "each prompt": "prompt_mean",
+    "each answer": "sequence_mean",
+    "a constant": "constant",
+    "sums of answers": "sequence_sum",
+}
+RATIOS = {"none": "one", "each token": "token", "each answer": "sequence_mean"}
+PULLS = {"none": "None", "KL to a reference": "KL"}
+FILTERS = {"all groups": "None", "only groups with spread": "mixed"}
+ASKED = (
+    ("baseline", "compared with", BASELINES),
+    ("scale", "divided by", SCALES),
+    ("ratio", "ratio of", RATIOS),
+    ("region", "bounded by", REGIONS),
+    ("mean", "averaged over", MEANS),
+    ("pull", "pulled by", PULLS),
+    ("filter", "learns from", FILTERS),
+)
+FAILURES = (
+    ("Reward is flat", "nothing to learn from: too hard, too easy, or an outage", "posttrain check RUN"),
+    ("Reward rises, answers do not", "the verifier has a hole", "a held-out judge"),
+    ("Entropy falls to 0", "too few rare tokens grow", "algorithm=dapo"),
+    ("Answers grow", "long wrong ones are punished less", "algorithm=dr_grpo"),
+    ("Ratios explode", "samples are too old", "rl.staleness=0"),
+    ("Sampler and learner disagree", "two kernels, or two precisions", "model.dtype=float32"),
+    ("KL stays 0", "the reference is the policy", "freeze a copy"),
+    ("Most groups are silent", "prompts are of one difficulty", "filter=mixed"),
+    ("Collapse after one step", "the learning rate is too high", "a tenth of it"),
+    ("Never stops", "the stop id is wrong", "eos_token_id"),
+)
+
+
+def ticks(a: Algorithm) -> tuple[str, ...]:
+    """What an algorithm would tick."""
+    kind = type(a.baseline).__name__
+    baseline = "Value" if isinstance(a.baseline, Value) else kind
+    ratio = "sequence_mean" if a.ratio.startswith("sequence") else a.ratio
+    return (
+        baseline,
+        a.scale,
+        ratio,
+        type(a.clip).__name__.replace("NoneType", "None"),
+        a.aggregate,
+        "KL" if type(a.pull).__name__ == "KL" else "None",
+        str(a.filter),
+    )
+
+
+def depth(a: Algorithm) -> int:
+    return 0 if a.parent is None else 1 + depth(a.parent)
+
+
+def nearest(wanted: tuple[str, ...]) -> list[tuple[int, Algorithm]]:
+    """All algorithms by how many ticks differ; of equal ones the one with the shorter lineage first."""
+    found = [(sum(x != y for x, y in zip(wanted, ticks(a), strict=True)), a) for a in LADDER.values()]
+    return sorted(found, key=lambda f: (f[0], depth(f[1]), len(f[1].pieces), f[1].name))
+
+
+def lineage(a: Algorithm) -> list[Algorithm]:
+    return [a] if a.parent is None else [*lineage(a.parent), a]
+
+
+def compute(k: Values) -> Readout:
+    wanted = tuple(choices[str(k[name])] for name, _, choices in ASKED)
+    order = nearest(wanted)
+    away, best = order[0]
+    branch: Branch | None = None
+    for a in reversed(lineage(best)):
+        changed = ", ".join(sorted(differences(a.parent, a))) if a.parent else "the beginning"
+        branch = Branch(
+            f"{a.name}: {changed}", "good" if a is best else "plain", None, () if branch is None else (branch,)
+        )
+    assert branch is not None
+    own = ticks(best)
+    table = [[w, o] for w, o in zip(wanted, own, strict=True)]
+    return Readout(
+        pictures=(
+            Matrix(
+                "What you ticked, and what it has",
+                ("ticked", best.name),
+                [words for _, words, _ in ASKED],
+                [[0.0, float(w != o)] for w, o in table],
+                table,
+                low=0,
+                high=1,
+            ),
+            Tree(f"How {best.name} came to be, a patch at a time", branch),
+            Bars(
+                "The five nearest, by ticks that differ",
+                [a.name for _, a in order[:5]],
+                {"differences": [float(n) for n, _ in order[:5]]},
+                low=0,
+            ),
+            Matrix(
+                "Ten ways to fail",
+                ("usual cause", "first remedy"),
+                [f[0] for f in FAILURES],
+                [[0.0, 0.0]] * len(FAILURES),
+                [list(f[1:]) for f in FAILURES],
+                low=0,
+                high=1,
+            ),
+        ),
+        sentence=f"The nearest line is **{best.name}** ({best.paper}), **{away}** ticks away: "
+        f"`posttrain run arithmetic algorithm={best.name}`.",
+        values={"differences": float(away), "steps from REINFORCE": float(depth(best))},
+    )
+
+
+LESSON = Lesson(
+    number="23",
+    name="papers",
+    title="Reading a paper: which patch is it?",
+    part="production",
+    force="estimator",
+    minutes=8,
+    question="A new paper promises a new algorithm: which of its parts are new?",
+    idea="""
+        Most algorithms are an older one with one or two parts changed. So a paper is read fastest by seven questions:
+        what is an answer compared with, what is that divided by, which ratio is formed, what bounds it, how are tokens
+        averaged, what pulls back, and which groups are left out. Tick the answers. The nearest line of the ladder
+        appears with its lineage, and with the command that runs it; what differs from it is what the paper adds.
+    """,
+    formula="algorithm = REINFORCE + patch + patch + ...",
+    knobs=tuple(
+        Options(name, words, default, tuple(choices))
+        for (name, words, choices), default in zip(
+            ASKED,
+            (
+                "mean of the group",
+                "std of the group",
+                "each token",
+                "clip of the ratio",
+                "each answer",
+                "KL to a reference",
+                "all groups",
+            ),
+            strict=True,
+        )
+    ),
+    compute=compute,
+    claims=(
+        Claim(
+            "GRPO's ticks lead to GRPO: differences",
+            "2402.03300",
+            0,
+            lambda: float(nearest(ticks(LADDER["grpo"]))[0][0]),
+            within=0,
+        ),
+        Claim("Algorithms on the ladder", "house", 68, lambda: float(len(LADDER)), within=0.1),
+    ),
+    exercises=(
+        AskKnobs(
+            "Tick PPO: find a line that is one step from REINFORCE.",
+            "steps from REINFORCE",
+            None,
+            1,
+            {"baseline": "a learned value", "scale": "nothing", "mean": "all tokens", "pull": "none"},
+        ),
+        AskNumber("How many ticks does Dr.GRPO change against GRPO?", 3, why="The scale, the mean, and the KL."),
+        AskChoice(
+            "A paper changes only the denominator of the loss. Which question does it answer anew?",
+            ("compared with", "averaged over", "bounded by"),
+            1,
+            why="That is the aggregation.",
+        ),
+    ),
+    code=("posttrain.core.algorithm.patch", "posttrain.core.algorithm.differences"),
+    docs="which-algorithm.md",
+    command="posttrain ladder --diff grpo dapo",
+    grid=("baseline", "region"),
+)
