@@ -1,0 +1,223 @@
+"""Page 27: what courses leave out, where it sits in a system, and where it runs here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Claim, Lesson, Options, Readout, Values
+from posttrain.web.picture import Bars, Matrix, TextTile, Tiles, Tone
+
+ROLES = ("rollout", "environment", "reference", "algorithm", "trainer", "weight sync")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A subject that courses leave out."""
+
+    name: str
+    role: str
+    """The role that it belongs to."""
+    force: str
+    needs: str
+    """The page to read first."""
+    days: int
+    """Days that building it took, by our own judgement: 1 small, 5 large."""
+    code: str
+    """Where it runs here; '' where it does not."""
+    docs: str
+
+
+GAPS = (
+    Gap(
+        "process reward models",
+        "environment",
+        "signal",
+        "17",
+        5,
+        "posttrain.algorithm.process_rewards.process_rewards",
+        "process-rewards.md",
+    ),
+    Gap(
+        "inside of a reward model",
+        "environment",
+        "signal",
+        "15",
+        3,
+        "posttrain.algorithm.ranking.RankingLoss",
+        "reward-models.md",
+    ),
+    Gap(
+        "judges in place of people",
+        "environment",
+        "signal",
+        "15",
+        4,
+        "posttrain.role.generative_judge.GenerativeJudge",
+        "judges.md",
+    ),
+    Gap(
+        "verifiers under attack",
+        "environment",
+        "signal",
+        "18",
+        3,
+        "posttrain.environment.check.probe.Probe",
+        "check.md",
+    ),
+    Gap("a sandbox for programs", "environment", "cost", "18", 5, "posttrain.sandbox.pool.Sandbox", "sandbox.md"),
+    Gap("generalised advantages", "algorithm", "estimator", "10", 1, "posttrain.algorithm.value.gae", "algorithms.md"),
+    Gap(
+        "estimators of the KL",
+        "algorithm",
+        "estimator",
+        "03",
+        1,
+        "posttrain.algorithm.kl.estimate",
+        "algorithms-notes.md",
+    ),
+    Gap("entropy", "algorithm", "estimator", "13", 2, "posttrain.core.pieces.token.EntropyBonus", "algorithms.md"),
+    Gap(
+        "old samples: V-trace and weights",
+        "algorithm",
+        "estimator",
+        "22c",
+        3,
+        "posttrain.algorithm.value.v_trace",
+        "staleness.md",
+    ),
+    Gap(
+        "whitening of rewards",
+        "algorithm",
+        "estimator",
+        "04",
+        1,
+        "posttrain.algorithm.whiten.whitened",
+        "algorithms.md",
+    ),
+    Gap("half precision", "trainer", "cost", "05", 3, "posttrain.engine.loss_scale.LossScale", "precision.md"),
+    Gap(
+        "routing of experts, replayed",
+        "trainer",
+        "cost",
+        "05",
+        5,
+        "posttrain.core.router_replay.router_refusals",
+        "experts.md",
+    ),
+    Gap("caches moved to main memory", "rollout", "cost", "20", 3, "", ""),
+    Gap(
+        "activations computed again",
+        "trainer",
+        "cost",
+        "22",
+        1,
+        "posttrain.engine.activations.keep_less",
+        "out-of-memory.md",
+    ),
+    Gap(
+        "adapters instead of weights",
+        "weight sync",
+        "cost",
+        "06",
+        4,
+        "posttrain.engine.adapter.attach",
+        "real-models.md",
+    ),
+)
+NAMES = tuple(g.name for g in GAPS)
+BY_NAME = {g.name: g for g in GAPS}
+
+
+def compute(k: Values) -> Readout:
+    chosen = BY_NAME[str(k["gap"])]
+    same = [g for g in GAPS if g.force == chosen.force]
+    there = [[float(g.role == role) for role in ROLES] for g in GAPS]
+    words = [
+        ["here" if g.role == role and bool(g.code) else "not built" if g.role == role else "" for role in ROLES]
+        for g in GAPS
+    ]
+    tone: Tone = "good" if bool(chosen.code) else "bad"
+    where = chosen.code.removeprefix("posttrain.") or "not built here"
+    return Readout(
+        pictures=(
+            Tiles(
+                "The gap you chose",
+                {
+                    "": [
+                        TextTile(chosen.name, tone),
+                        TextTile(f"role: {chosen.role}"),
+                        TextTile(f"force: {chosen.force}"),
+                        TextTile(f"read page {chosen.needs} first"),
+                    ]
+                },
+                {"good": "runs here", "bad": "does not"},
+            ),
+            Matrix(
+                "Every gap, by the role it belongs to",
+                ROLES,
+                NAMES,
+                there,
+                words,
+                low=0,
+                high=1,
+                chosen=(NAMES.index(chosen.name), ROLES.index(chosen.role)),
+            ),
+            Bars(
+                f"Effort of the gaps of {chosen.force}, 1 small to 5 large (our judgement)",
+                [g.name for g in same],
+                {"effort": [float(g.days) for g in same]},
+                low=0,
+                high=5,
+            ),
+        ),
+        sentence=f"**{chosen.name}** belongs to the **{chosen.role}** and moves **{chosen.force}**. Here it is "
+        f"`{where}`" + (f", explained in `docs/{chosen.docs}`." if chosen.docs else "."),
+        values={
+            "effort": float(chosen.days),
+            "built here": float(sum(bool(g.code) for g in GAPS)),
+            "runs": float(bool(chosen.code)),
+        },
+    )
+
+
+LESSON = Lesson(
+    number="27",
+    name="gaps",
+    title="The gaps: what courses leave out",
+    part="synthesis",
+    force="cost",
+    minutes=6,
+    question="Which parts of a working system does nobody teach, and where do they sit?",
+    idea="""
+        A course shows the loop and a few losses. A system that is used needs more: scores for steps, judges, sandboxes
+        for programs, estimators that are not biased, precision, experts, memory. Each of these sits in one of the six
+        roles and moves one of three forces: a better *signal*, a better *estimator*, or a lower *cost*. Choose one: the
+        page says what it needs first, and where it runs in this library.
+    """,
+    formula="gap = (role, force, what it needs first, effort)",
+    knobs=(Options("gap", "the gap", "estimators of the KL", NAMES),),
+    compute=compute,
+    claims=(
+        Claim(
+            "Gaps of the curriculum that run here",
+            "curriculum 27",
+            15,
+            lambda: float(sum(bool(g.code) for g in GAPS)),
+            within=0,
+            why="KV caches are not moved to main memory here: the embedded engine computes them again.",
+        ),
+    ),
+    exercises=(
+        AskKnobs("Find the gap that is not built here.", "runs", None, 0, {"gap": "caches moved to main memory"}),
+        AskNumber("How many of the fifteen run here?", 14, why="All but caches in main memory."),
+        AskChoice(
+            "Which force does a sandbox move?",
+            ("signal", "estimator", "cost"),
+            2,
+            why="It makes a signal safe to have, and its price is time.",
+        ),
+    ),
+    code=tuple(g.code for g in GAPS if g.code),
+    docs="architecture.md",
+    command="posttrain ladder --diff ppo v_trace",
+)
