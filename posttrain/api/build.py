@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import transformers
 
-from posttrain.api.branch import begun_with, run_source
+from posttrain.api.branch import begun_with, run_source, same_base
 from posttrain.api.engines import keep_timeline, make_opponent
 from posttrain.api.environments import distinct
 from posttrain.api.fitting import check_judgements, check_prompts
@@ -34,6 +34,7 @@ from posttrain.core.book import Book
 from posttrain.core.engines import Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Environment, Reference, Sampler, Tracker
+from posttrain.core.reader import run_file
 from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Run
 from posttrain.core.stage import Stage, check_patterns
@@ -145,6 +146,8 @@ def make_policy(
         here = [s for s in run.stages if others.get(s.name, env) is one]
         check_prompts(run, one, policy, here)
         check_judgements(run, one, policy, here)
+    if own is not None and run.model == run_file(own).run.model:
+        same_base(own, policy)
     return with_reward_head(run, policy)
 
 

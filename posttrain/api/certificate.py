@@ -16,12 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.api.recorded_prompts import ComparedPrompt, generated_prompts, recorded_prompts, rendered
+from posttrain.api.recorded_prompts import (
+    ComparedPrompt,
+    generated_prompts,
+    recorded_answers,
+    recorded_prompts,
+    rendered,
+)
 from posttrain.core.batch import Packed
 from posttrain.core.certificate import ExportCertificate, ExportComparison, first_unlike
 from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.errors import ConfigError
 from posttrain.core.machine import free_memory
+from posttrain.core.reader import run_file
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment
 from posttrain.core.version import VERSION
@@ -32,7 +39,7 @@ from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.quantise import make_float, quantise, quantised_as
 from posttrain.engine.reload import ReloadedModel, reload
 from posttrain.environment.render import History
-from posttrain.role.rounding import Gap, allowed
+from posttrain.role.rounding import Gap, allowed, as_sampled
 from posttrain.role.saved_parts import SavedTensors
 from posttrain.role.weights import AVERAGE, OPTIMIZER, WEIGHTS
 
@@ -100,6 +107,7 @@ def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportC
         _equal("stop tokens", len(policy.stop_ids), "ids", sorted(policy.stop_ids), sorted(again.stop_ids)),
         _from_checkpoint(learner, exported),
         *_fingerprint(learner, exported),
+        _same_record(learner, exported, str(policy.dtype).removeprefix("torch.")),
         _same_weights(comparable, again, bool(exported.base)),
     ]
     if _same_shapes(policy, again):
@@ -188,6 +196,38 @@ def _fingerprint(learner: HFLearner, exported: ExportedRun) -> list[ExportCompar
     if exported.ema or not then:
         return []
     return [_equal("fingerprint in the checkpoint", 1, "fingerprint", then, learner.fingerprint())]
+
+
+def _same_record(learner: HFLearner, exported: ExportedRun, dtype: str) -> ExportComparison:
+    """The policy gives the recorded answers of these weights the log-probs that the sampler had for them."""
+    what, version = "log-probs of the record", exported.checkpoint.state.get("version")
+    run = run_file(exported.folder).run
+    answers = recorded_answers(exported.folder, version) if isinstance(version, int) else []
+    stale, routers = getattr(run.engine, "update", "") == "stale", learner.routers() is not None
+    why = (
+        "moving averages sampled nothing"
+        if exported.ema
+        else "the record holds no answers of these weights"
+        if not answers
+        else "its caches may be of older weights (engine.update=stale)"
+        if stale
+        else "it does not hold which experts computed them"
+        if routers and any(s.routed is None for s in answers)
+        else ""
+    )
+    if why:
+        return ExportComparison(what, 0, "tokens", notes={"not_compared": why})
+    packed = Packed.of(answers)
+    said, ours = np.concatenate([s.logp[s.mask] for s in answers]), as_sampled(learner).score(packed)
+    gap = Gap.of(said, ours)
+    bound = allowed(dtype, gap, ours, lambda: learner.exact(packed), packed.sampling.temperature)
+    unlike = ""
+    if not gap.within(bound):
+        unlike = (
+            f"answers that these weights sampled have other log-probs now (largest difference {gap.worst:.3g}, bound"
+            f" {bound.worst:.2g}; mean {gap.mean:.3g}, bound {bound.mean:.2g}): the model is not the one of the run"
+        )
+    return ExportComparison(what, len(said), "tokens", unlike, gap.worst, bound.worst, {"mean": gap.mean})
 
 
 def _comparable(policy: Policy, again: ReloadedModel, alone: bool) -> Policy:

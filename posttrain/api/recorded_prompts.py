@@ -11,7 +11,7 @@ import numpy as np
 
 from posttrain.core.errors import DataError, LimitError, RunFolderError
 from posttrain.core.reader import EpisodeFile, episode_files, read_episodes
-from posttrain.core.types import Message
+from posttrain.core.types import Message, Segment
 from posttrain.environment.render import History, Renderer
 
 MOST = 8
@@ -53,6 +53,21 @@ def recorded_prompts(folder: Path, rows: int, context: int) -> list[ComparedProm
         if 0 < len(ids) < context:
             found[r.episode.task.id] = ComparedPrompt(r.episode.task.id, r.episode.task.prompt, ids)
     return sorted(found.values(), key=lambda p: (len(p.ids), p.name))[:MOST]
+
+
+def recorded_answers(folder: Path, version: int) -> list[Segment]:
+    """The shortest answers of the newest step or evaluation that were sampled with weights of this version, under one
+    contract; empty where there are none.
+
+    Raises:
+        RunFolderError: the record is damaged.
+    """
+    for file in reversed([f for f in episode_files(folder) if f.path.is_file()]):
+        said = [s for r in read_episodes(file.path) for s in r.episode.segments if s.spoken and not s.sampling.greedy]
+        found = sorted((s for s in said if (s.version[s.mask] == version).all()), key=lambda s: len(s.ids))
+        if found:
+            return [s for s in found if s.sampling == found[0].sampling][:MOST]
+    return []
 
 
 def generated_prompts(tokenizer: Any, rows: int, context: int) -> list[ComparedPrompt]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core import reader
-from posttrain.core.checkpoint import scan
+from posttrain.core.checkpoint import newest
 from posttrain.core.content import shown
 from posttrain.core.errors import ConfigError, RunFolderError, nearest
 from posttrain.core.interval import interval
@@ -260,11 +260,11 @@ def load(folder: str | Path) -> Result:
     """A run folder, finished or not, to read: `posttrain.load("runs/x").rollouts(worst=5)`. Nothing in it is run."""
     folder = Path(folder)
     run = reader.run_file(folder).run
-    found = scan(folder)
+    found = newest(folder)
     stages: tuple[StageResult, ...] = ()
-    if found:
+    if found is not None:
         from posttrain.controller.stages import where  # imports torch
 
-        with damage_is_named(f"{found[-1].folder}/state.json"):
-            stages = where(run, found[-1].state).results
+        with damage_is_named(f"{found.folder}/state.json"):
+            stages = where(run, found.state).results
     return Result(folder, run, stages)

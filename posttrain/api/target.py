@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.api import overrides as dotted
-from posttrain.api.admit import admitted, to_stderr
+from posttrain.api.admit import admitted, edit_notes, to_stderr
 from posttrain.api.branch import MODEL, TOKENIZER, begun_with, branched_policy, run_source, same_base, was_built
 from posttrain.api.defaults import for_model, given_paths
+from posttrain.api.inputs import changed_files
 from posttrain.api.policy_only import refuse_reward_model
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import find
@@ -40,6 +41,8 @@ def target_run(
     """
     if is_run(target):
         run = admitted(target, *overrides, parts=parts, allow=allow, change=change)
+        for line in (*edit_notes(Path(target)), *_changed(Path(target), run)):
+            say(line)
         return run, find(Path(target), checkpoint).folder
     base = model_run(target)
     run = dotted.apply(base, list(overrides))
@@ -48,6 +51,21 @@ def target_run(
     for line in ready.lines:
         say(line)
     return change(ready.run), None
+
+
+def _changed(folder: Path, run: Run) -> Iterator[str]:
+    """Lines about files that the run reads and that are not as they were when it began.
+
+    Raises:
+        RunFolderError: the model that it began with is such a file, and the weights are read over it.
+    """
+    for c in changed_files(folder, run):
+        if c.path == "model.path":
+            raise RunFolderError(
+                f"{folder} holds what was learned over another model. {c.line} since the run began. Put it back as it"
+                " was; or export the run, which needs its folder alone"
+            )
+        yield f"note: {c.line} since the run began"
 
 
 def run_and_checkpoint(target: str | Path, checkpoint: str) -> tuple[str | Path, str]:
@@ -87,6 +105,8 @@ def model_run(target: str | Path) -> Run:
     return Run(recipe="eval", model=Model(path=str(target)), env=Env(), stages=(Reinforce(name="eval"),))
 
 
+DIGESTED = ("base_digest", "tokenizer_digest", "template_digest")
+
 # --- what a run folder keeps of its policy ----------------------------------------------------------------------------
 
 
@@ -113,6 +133,12 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
 
     found = run_file(folder)
     stops: Any = found.facts.get("stop_ids")
+    strange = [n for n in found.edited if n in ("run.model", "stop_ids", *DIGESTED)]
+    if strange:
+        raise RunFolderError(
+            f"{folder}/run.json: {', '.join(strange)} changed after it was written, so it is not known of which model"
+            " its weights are. Put the file back as it was"
+        )
     try:
         policy = kept(found.run.model, folder / MODEL, folder / TOKENIZER, stops)
     except DataError as error:
@@ -122,9 +148,9 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
             run = admitted(folder, parts=("model",), allow=allow)
         except UntrustedError as asked:
             raise UntrustedError(f"{error}. So it takes the model that the run began with. {asked}") from error
-        policy = same_base(folder, load_policy(run.model, None, run.seed))
+        policy = load_policy(run.model, None, run.seed)
     _same_words(folder, policy)
-    return policy
+    return same_base(folder, policy)
 
 
 def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:

@@ -25,7 +25,7 @@ from typing import Any
 
 from posttrain.core import files, reader, record
 from posttrain.core.algorithm import differences
-from posttrain.core.checkpoint import Checkpoint, Checkpoints, Position, newest_good
+from posttrain.core.checkpoint import Checkpoint, Checkpoints, Position, damage_beside, newest_good
 from posttrain.core.errors import InvariantError, RunFolderError, nearest
 from posttrain.core.gauge import Gauges, Step, merge
 from posttrain.core.ladders import AnyAlgorithm
@@ -153,7 +153,7 @@ class Book:
         names = [c.name for c in found]
         if name is None:
             last = found[-1] if found else None
-            newer = [d for d in damaged if last is None or d.name > last.name]
+            newer = [d for d in damaged if last is None or d.order > last.order]
             if newer:
                 raise RunFolderError(self._way_out(newer[-1].name, newer[-1].why, found))
             if last is None:
@@ -167,6 +167,8 @@ class Book:
             raise RunFolderError(f"{self.folder} has no checkpoint {name!r}; {nearest(name, names)}")
         if wrong := files.damage(found[i].folder):
             raise RunFolderError(self._way_out(found[i].name, wrong, found[:i]))
+        if wrong := damage_beside(self.folder):
+            raise RunFolderError(f"{wrong}. Copy the whole folder again")
         return found[i]
 
     def _way_out(self, name: str, wrong: str, older: Sequence[Checkpoint]) -> str:

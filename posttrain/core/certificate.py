@@ -79,7 +79,9 @@ class ExportCertificate:
     @property
     def line(self) -> str:
         """What was compared, and what that cost, as a line of text."""
-        said = ", ".join(f"{c.count:,} {c.unit} ({c.what})" for c in self.comparisons if c.unit == "tokens")
+        counted = [c for c in self.comparisons if c.unit == "tokens"]
+        said = ", ".join(f"{c.count:,} {c.unit} ({c.what})" for c in counted if c.count)
+        said += "".join(f"; {c.what}: not compared, {why}" for c in counted if (why := c.notes.get("not_compared")))
         return (
             f"certified: read back with transformers {self.versions.get('transformers', '')} and compared with the run:"
             f" {said}; {self.seconds:.1f} s, {self.second_copy / (1 << 20):,.1f} MiB for the second copy of the weights"

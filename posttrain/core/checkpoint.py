@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core import files
+from posttrain.core.certificate import READ
 from posttrain.core.errors import InvariantError, RunFolderError, nearest
 from posttrain.core.tree import build, to_plain
 
 SCHEMA = 1
+BESIDE = ("model", "tokenizer")
+"""Folders of a run that say what its weights are of."""
 KEPT = "kept"
 """Folder of a run with the files that stay, such as the weights at a stage's border."""
 
@@ -53,12 +56,16 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A checkpoint whose state cannot be read, and why. Its name gives its order, because names begin with the version
-    of the weights."""
+    """A checkpoint whose state cannot be read, and why."""
 
     name: str
     folder: Path
     why: str
+    order: float
+    """As `Checkpoint.order`, by the index; between two others where the index does not have it, since names begin with
+    the version of the weights."""
+    best: bool = False
+    """Whether the index says that it is the best one."""
 
 
 def survey(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
@@ -69,7 +76,7 @@ def survey(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
     meanwhile.
     """
     found: list[Checkpoint] = []
-    damaged: list[Damaged] = []
+    unread: dict[Path, str] = {}
     for path in sorted((folder / "checkpoints").glob("[!.]*")):
         if (
             path.is_symlink()
@@ -81,8 +88,36 @@ def survey(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
             found.append(_read(path))
         except RunFolderError as error:
             if path.exists():
-                damaged.append(Damaged(path.name, path, str(error)))
-    return sorted(found, key=lambda c: (c.order, c.name)), damaged
+                unread[path] = str(error)
+    found.sort(key=lambda c: (c.order, c.name))
+    best_one, listed = _index(folder) if unread else ("", {})
+    damaged = [Damaged(p.name, p, why, _order(p.name, listed, found), p.name == best_one) for p, why in unread.items()]
+    return found, sorted(damaged, key=lambda d: (d.order, d.name))
+
+
+def _index(folder: Path) -> tuple[str, dict[str, float]]:
+    """(name of the best checkpoint, order of each) by the index; nothing where it cannot be read."""
+    try:
+        data = files.read_json(folder / "checkpoints" / "index.json")
+        rows: Any = data.get("checkpoints")
+        return str(data.get("best")), {str(row["name"]): float(row["order"]) for row in rows}
+    except (RunFolderError, TypeError, KeyError, ValueError, OverflowError):
+        return "", {}
+
+
+def _order(name: str, listed: Mapping[str, float], found: Sequence[Checkpoint]) -> float:
+    before = max((c.order for c in found if c.name < name), default=-1)
+    return listed.get(name, before + 0.5)
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The last checkpoint, None where there is none; its state is as it was written. RunFolderError where that cannot
+    be read."""
+    found, damaged = survey(folder)
+    last = found[-1] if found else None
+    if newer := [d for d in damaged if last is None or d.order > last.order]:
+        raise RunFolderError(f"checkpoint {newer[-1].name}: {newer[-1].why}")
+    return last
 
 
 def scan(folder: Path) -> list[Checkpoint]:
@@ -93,6 +128,8 @@ def scan(folder: Path) -> list[Checkpoint]:
 def _read(path: Path) -> Checkpoint:
     file = path / "state.json"
     data = files.read_json(file)
+    if (path / files.DIGESTS).is_file() and files.read_json(path / files.DIGESTS).get(file.name) != files.digest(file):
+        raise RunFolderError(f"{file} is damaged (its digest differs from the one written with it)")
     if data.get("schema") != SCHEMA:
         raise RunFolderError(f"{file} has schema {data.get('schema')}; this posttrain reads {SCHEMA}")
     match data:
@@ -109,6 +146,20 @@ def _read(path: Path) -> Checkpoint:
             )
 
 
+def damage_beside(folder: Path) -> str:
+    """The first file of the model's configuration or of the tokenizer in a run folder that is not as it was written, or
+    that was added, and how; '' where all are. A folder without digests is not compared."""
+    for path in (folder / name for name in BESIDE):
+        if not (path / files.DIGESTS).is_file():
+            continue
+        if wrong := files.damage(path):
+            return wrong
+        known = {files.DIGESTS, *files.read_json(path / files.DIGESTS)}
+        if added := sorted(p.name for p in path.iterdir() if p.suffix in READ and p.name not in known):
+            return f"{path / added[0]} was added after the folder was written"
+    return ""
+
+
 def newest_good(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
     """The last checkpoint whose files are all as they were written."""
     return next((c for c in reversed(checkpoints) if not files.damage(c.folder)), None)
@@ -121,8 +172,10 @@ def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 
 def find(folder: Path, which: str = "last") -> Checkpoint:
-    """The checkpoint `last`, `best` or of a name, verified. RunFolderError names what is damaged, and the newest one
-    that is not."""
+    """The checkpoint `last`, `best` or of a name, verified with what lies beside it. RunFolderError names what is
+    damaged, and the newest checkpoint that is not."""
+    if wrong := damage_beside(folder):
+        raise RunFolderError(f"{wrong}. Copy the whole folder again")
     found, damaged = survey(folder)
     if not found and not damaged:
         raise RunFolderError(f"{folder} has no checkpoint yet")
@@ -130,9 +183,10 @@ def find(folder: Path, which: str = "last") -> Checkpoint:
     chosen = named.get(which)
     if which == "last":
         chosen = found[-1] if found else None
-        damaged = [d for d in damaged if chosen is None or d.name > chosen.name]
+        damaged = [d for d in damaged if chosen is None or d.order > chosen.order]
     elif which == "best":
-        chosen, damaged = best(found) or (found[-1] if found else None), [] if found else damaged
+        damaged = [d for d in damaged if d.best or not found]
+        chosen = best(found) or (found[-1] if found else None)
     else:
         damaged = [d for d in damaged if d.name == which]
         if chosen is None and not damaged:
@@ -219,9 +273,9 @@ class Checkpoints:
             if c.order > chosen.order:
                 files.remove_directory(c.folder)
         for d in self.damaged:
-            if d.name > chosen.name:
+            if d.order > chosen.order:
                 files.remove_directory(d.folder)
-        self.damaged = [d for d in self.damaged if d.name <= chosen.name]
+        self.damaged = [d for d in self.damaged if d.order <= chosen.order]
         self.all = [c for c in self.all if c.order <= chosen.order]
         self.retain()
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core import reader, record
-from posttrain.core.checkpoint import scan
+from posttrain.core.checkpoint import newest
 from posttrain.core.gauge import Step
 from posttrain.core.interval import Gain, Score
 from posttrain.core.reader import EpisodeFile, RunFile
@@ -150,11 +150,11 @@ def read_outcome(folder: Path | str) -> RunOutcome:
 
 def _state(folder: Path) -> dict[str, Mapping[str, Any]]:
     """What the newest checkpoint says of each stage: its result where it is done, else where it stands."""
-    found = scan(folder)
-    if not found:
+    found = newest(folder)
+    if found is None:
         return {}
-    with reader.damage_is_named(f"{found[-1].folder}/state.json"):
-        state = found[-1].state
+    with reader.damage_is_named(f"{found.folder}/state.json"):
+        state = found.state
         out: dict[str, Mapping[str, Any]] = {r["name"]: {**r, "done": True} for r in state["results"]}
         if (running := state.get("running")) is not None:
             stage = reader.run_file(folder).run.stages[state["stage"]]

@@ -693,6 +693,24 @@ def test_a_damaged_state_of_the_newest_checkpoint_names_the_newest_good_one(tmp_
     again.close()
 
 
+def test_a_damaged_state_is_that_of_the_newest_and_of_the_best_by_the_index(tmp_path: Path) -> None:
+    """The end of a stage is named with step 0, so its name comes before that of the checkpoint before it."""
+    book = Book.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS)
+    book.checkpoint("00000002-rl-000002", weights(1), {"at": "middle"}, 0.25)
+    end = book.checkpoint("00000002-rl-000000", weights(1), {"at": "end"}, 0.75).folder
+    book.close()
+    text = (end / "state.json").read_text()
+    (end / "state.json").write_text(text.replace('"end"', '"End"'))
+    for use in (
+        lambda: cp.find(tmp_path / "run"),
+        lambda: cp.find(tmp_path / "run", "best"),
+        lambda: cp.newest(tmp_path / "run"),
+        lambda: Book.open_for_resume(tmp_path / "run"),
+    ):
+        with pytest.raises(RunFolderError, match=r"checkpoint 00000002-rl-000000: .*state.json is damaged"):
+            use()
+
+
 def test_the_newest_good_one_is_one_whose_files_are_whole(tmp_path: Path) -> None:
     folder = three(Book.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
     for name in ("00000003-c/state.json", "00000002-b/weights.bin"):

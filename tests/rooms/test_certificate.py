@@ -19,11 +19,13 @@ import posttrain
 from posttrain.api import certificate, recorded_prompts
 from posttrain.api import export as exporting
 from posttrain.cli import main
+from posttrain.core import files
 from posttrain.core.adapter import Lora
 from posttrain.core.certificate import CERTIFICATE, FAILED, verify_certificate
 from posttrain.core.checkpoint import find, scan
-from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.errors import ConfigError, DataError, InvariantError, RunFolderError
 from posttrain.core.ladder import LADDER
+from posttrain.core.reader import run_file
 from posttrain.core.run import Model, Run
 from posttrain.engine import adapter, models
 from posttrain.engine.models import Policy
@@ -347,3 +349,102 @@ def test_a_changed_model_is_a_model_of_its_own_without_its_papers(run: Path, tmp
         posttrain.run(short(Model(path=str(folder), context=64)), out=tmp_path / "run", quiet=True)
     (folder / "lineage.json").unlink()
     played(tmp_path / "run", short(Model(path=str(folder), context=64)))
+
+
+# --- damage in the run folder -----------------------------------------------------------------------------------------
+
+
+def other_angles(config: Path) -> None:
+    """Another base of the rotary positions, which is a model that runs as well."""
+    data = json.loads(config.read_text())
+    data["rope_parameters"]["rope_theta"] = 50.0
+    config.write_text(json.dumps(data))
+
+
+def one_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 64
+    path.write_bytes(bytes(data))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "model/config.json": lambda f: other_angles(f / "model" / "config.json"),
+    "model/generation_config.json": lambda f: (f / "model" / "generation_config.json").write_text("{}"),
+    "model/base.safetensors": lambda f: one_bit(f / "model" / "base.safetensors"),
+    "tokenizer/tokenizer_config.json": lambda f: edited("tokenizer_config.json", padding_side="left")(f / "tokenizer"),
+    "tokenizer/chat_template.jinja": lambda f: (f / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}"),
+    "state.json": lambda f: edited("state.json", metric=0.5)(find(f).folder),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that trained an adapter over weights that it built."""
+    return played(tmp_path_factory.mktemp("runs") / "built", short(replace(MODEL, lora=Lora(rank=2))))
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_lies_beside_the_weights_is_compared_before_use(name: str, built: Path, tmp_path: Path) -> None:
+    """By every command that uses the weights, with the file's name."""
+    folder = Path(shutil.copytree(built, tmp_path / "run"))
+    DAMAGE[name](folder)
+    uses: tuple[Callable[[], object], ...] = (
+        lambda: posttrain.evaluate(folder, quiet=True),
+        lambda: posttrain.export(folder, tmp_path / "m"),
+        lambda: posttrain.run("rl.steps=3", resume=folder, quiet=True),
+        lambda: played(tmp_path / "new", short(Model(path=str(folder), context=64))),
+        *([lambda: posttrain.load(folder)] if name == "state.json" else []),
+    )
+    for use in uses:
+        with pytest.raises(RunFolderError, match=name):
+            use()
+    assert not (tmp_path / "m").exists() and not (tmp_path / "new").exists()
+
+
+def test_another_model_gives_the_recorded_answers_other_log_probs(run: Path, tmp_path: Path) -> None:
+    """Also where the digests beside it were written anew."""
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    other_angles(folder / "model" / "config.json")
+    listed = {p.name: files.digest(p) for p in (folder / "model").iterdir() if p.name != files.DIGESTS}
+    (folder / "model" / files.DIGESTS).write_text(json.dumps(listed))
+    with pytest.raises(InvariantError, match="log-probs of the record: .*the model is not the one of the run"):
+        posttrain.export(folder, tmp_path / "m")
+
+
+def test_a_record_without_answers_of_these_weights_is_said_to_be_not_compared(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rows(read(Path(posttrain.export(run, tmp_path / "a"))))["log-probs of the record"]["count"] > 0
+    folder = played(tmp_path / "silent", short(record_episodes=False))
+    assert main(["export", str(folder), str(tmp_path / "b")]) == 0
+    assert "not compared, the record holds no answers of these weights" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_model_beneath_an_adapter_is_compared_before_it_is_evaluated(lora: Path, tmp_path: Path) -> None:
+    base = Path(run_file(lora).run.model.path or "")
+    held = (base / "model.safetensors").read_bytes()
+    certificate_text = (base / CERTIFICATE).read_text()
+    (base / CERTIFICATE).unlink()
+    try:
+        one_bit(base / "model.safetensors")
+        with pytest.raises(RunFolderError, match=r"model.path: .*model.safetensors was changed"):
+            posttrain.evaluate(lora, quiet=True)
+    finally:
+        (base / "model.safetensors").write_bytes(held)
+        (base / CERTIFICATE).write_text(certificate_text)
+
+
+def test_an_edited_model_in_run_json_is_not_exported(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    data = json.loads((folder / "run.json").read_text())
+    data["run"]["model"]["dtype"] = "bfloat16"
+    (folder / "run.json").write_text(json.dumps(data))
+    with pytest.raises(RunFolderError, match=r"run.json: run.model changed after it was written"):
+        posttrain.export(folder, tmp_path / "m")
+
+
+def test_a_certificate_of_another_schema_is_not_believed(run: Path, tmp_path: Path) -> None:
+    out = Path(posttrain.export(run, tmp_path / "m"))
+    edited(CERTIFICATE, schema=2)(out)
+    with pytest.raises(DataError, match="of another version of posttrain"):
+        verify_certificate(out)

@@ -216,6 +216,8 @@ def test_a_parent_that_is_there_with_other_weights_is_refused(made: Path, tmp_pa
     data = json.loads(state.read_text())
     data["state"]["weights"] = "0" * 32
     state.write_text(json.dumps(data))
+    listed = json.loads((state.parent / files.DIGESTS).read_text())
+    (state.parent / files.DIGESTS).write_text(json.dumps({**listed, state.name: files.digest(state)}))
     with pytest.raises(RunFolderError, match=r"whose weights were .* then and are 0+ now"):
         posttrain.export(tmp_path / "child", tmp_path / "m")
     shutil.rmtree(tmp_path / "parent")
