@@ -103,7 +103,12 @@ def test_another_base_is_refused(train: Train, model: Path, tmp_path: Path) -> N
     held = load_file(own / "model.safetensors")
     name = next(n for n in held if "mlp" in n)
     save_file({**held, name: held[name] + 1e-3}, own / "model.safetensors", metadata={"format": "pt"})
-    for verb in (lambda: posttrain.run(resume=run, steps=4, quiet=True), lambda: posttrain.export(run, tmp_path / "m")):
+    with pytest.raises(RunFolderError, match=r"model.path: .*model.safetensors was changed"):
+        posttrain.run(resume=run, steps=4, quiet=True)
+    for verb in (
+        lambda: posttrain.run(resume=run, steps=4, accept_changed=True, quiet=True),  # nobody can accept it
+        lambda: posttrain.export(run, tmp_path / "m"),
+    ):
         with pytest.raises(RunFolderError, match="have changed since"):
             verb()
 

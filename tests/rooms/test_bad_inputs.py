@@ -117,7 +117,8 @@ def test_a_broken_reward_stops_the_run(
     said = refused(capsys, "run", *mine(tmp_path / "data", reward=body), "--out", str(tmp_path / "run"), code=7)
     assert kind in said and "mine.py" in said and "rl.max_failed" in said
     mine(tmp_path / "data")
-    assert main(["run", "--resume", str(tmp_path / "run")]) == 0, "mended, it goes on"
+    assert "mine.py was changed" in refused(capsys, "run", "--resume", str(tmp_path / "run"), code=5)
+    assert main(["run", "--resume", str(tmp_path / "run"), "--accept-changed"]) == 0, "mended, it goes on"
     assert len(rl_steps(tmp_path / "run")) == 2
 
 
