@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
-from posttrain.core.abilities import declared, hints, judgements
+from posttrain.core.abilities import DataRow, declared, hints, judgements
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.given import Given
 from posttrain.core.ports import Environment
+from posttrain.core.preference_stage import Preference
 from posttrain.core.rejection import Rejection
+from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Run
 from posttrain.core.stage import Stage
 from posttrain.environment.make import environment
@@ -37,11 +39,27 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
                 f"{stage.name} learns from judgements of kind {stage.judged!r}, and environment {env.name!r} gives"
                 f" {offered}. Use another algorithm, or data with the columns that it needs"
             )
+        if isinstance(stage, Preference | RewardModel) and stage.judged == "pair":
+            _margins(stage, abilities.rows or ())
         if stage.contract is not None and not (abilities.judges or config.has_reward_models):
             raise ConfigError(
                 f"{stage.name} learns from verdicts on what it samples, and environment {env.name!r} has none: its rows"
                 " hold judged completions alone. Give env.rewards, or use a stage that learns from the rows"
             )
+
+
+def _margins(stage: Preference | RewardModel, rows: Sequence[DataRow]) -> None:
+    """DataError for the first pair without a margin, where the loss reads the margins of pairs."""
+    without = [r for r in rows if r.judged is not None and r.judged.kind == "pair" and r.judged.margin is None]
+    if isinstance(stage, RewardModel):
+        reads, off = stage.margin and len(without) < len(rows), "margin=false"
+    else:
+        reads, off = stage.algorithm.reads_margin, "algorithm.margin=none"
+    if without and reads:
+        raise DataError(
+            f"{without[0].place}: the pair has no margin, which {stage.name} reads ({len(without)} of {len(rows)} have"
+            f" none): give each row a margin, or set {stage.name}.{off}"
+        )
 
 
 def make_environment(run: Run, objects: Given = Given()) -> Environment:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from posttrain.core.errors import ConfigError, nearest
 
@@ -29,7 +31,8 @@ class Columns:
     messages_column: str = "messages"
     """Read if there is no prompt column. If the last message is the assistant's, it becomes the completion."""
     answer_column: str = "answer"
-    """The column of the right answer, which rewards receive."""
+    """The column of the right answer, which rewards receive: text, a number (12.0 is read as 12), or a list of them, of
+    which any is right. A name such as reward_model.ground_truth is a field of an object."""
     completion_column: str = "completion"
     """The column of a demonstration (stage style `completion`), or of a completion that was judged. Rewards do not
     receive it."""
@@ -37,6 +40,19 @@ class Columns:
     """The column of a name for the row, by which the record calls it; it may be missing."""
     split: str = "train"
     """Which split of the data set is read, if it has several."""
+
+    def with_fields(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The row with a column for each field of an object that a name with dots means (`reward_model.ground_truth`).
+        A column that has the whole name itself stays."""
+        out: dict[str, Any] = {}
+        for setting in fields(self):
+            name = getattr(self, setting.name) if setting.name.endswith("_column") else ""
+            if "." in name and name not in row:
+                value: Any = row
+                for part in name.split("."):
+                    value = value.get(part) if isinstance(value, Mapping) else None
+                out[name] = value
+        return {**row, **out} if out else row
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.given import Given, is_inline
 from posttrain.environment.columns import UNFIT, JudgedColumns
 from posttrain.environment.judged_draws import JudgedData
-from posttrain.environment.judged_rows import read_row
+from posttrain.environment.judged_rows import also_judged, read_row
 from posttrain.environment.rows import Place, PromptRow, source_rows
 from posttrain.environment.sides import UnfitRow
 
@@ -19,7 +19,7 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class DataRows:
-    """The rows of a data set, and lines about those that were left out."""
+    """The rows of a data set, and lines about those that were left out, or that can be read in two ways."""
 
     rows: tuple[PromptRow, ...]
     without: tuple[str, ...] = ()
@@ -89,7 +89,13 @@ def _together(path: str, rows: list[PromptRow], unfit: list[tuple[str, Place]], 
         unfit = [*unfit, *(("unpaired", r.place) for r in out.values())]
     if kind == "steps" and not columns.zero_label:
         _zero_is_clear(rows, columns)
-    return DataRows(tuple(rows), tuple(_left_out_words(unfit, len(rows) + len(unfit))))
+    lines = list(_left_out_words(unfit, len(rows) + len(unfit)))
+    if other := also_judged(rows[0], columns):
+        lines.append(
+            f"rows are read as judged by {kind}, and their columns could be read as {other} too: say which with"
+            f" env.args.judged={kind} or env.args.judged={other}"
+        )
+    return DataRows(tuple(rows), tuple(lines))
 
 
 def _nothing_paired(path: str, rows: list[PromptRow], columns: JudgedColumns) -> str:

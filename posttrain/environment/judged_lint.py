@@ -29,11 +29,11 @@ def lint(
 
     Args:
         held: keys of the prompts that are held out.
-        without: lines about rows that were left out.
+        without: lines about rows that were left out, or that can be read in two ways.
         length: counts tokens; without it nothing is said of the context.
         context: the most tokens that a model reads.
     """
-    found = [LintFinding("left out", line, warns=True) for line in without]
+    found = [LintFinding("left out" if "left out" in line else "read as", line, warns=True) for line in without]
     pairs = list(pairs_of(rows))
     if pairs:
         found += [length_bias(pairs), alike(pairs), contradictory(pairs), across_the_split(pairs, held)]

@@ -43,6 +43,7 @@ def read_row(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptR
     Raises:
         DataError: the row is not what its columns say; the message has its place.
     """
+    data = c.with_fields(data)
     try:
         if format_of(data, c):
             row = _steps(place, standard(place, data, c), c)
@@ -81,6 +82,28 @@ def kind_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> str:
     if rated and labelled:
         raise DataError(f"{place}: the completion has a label and ratings: say which, env.args.judged=label or rating")
     return "rating" if rated else "label" if labelled else "none"
+
+
+def misread(row: PromptRow, c: JudgedColumns) -> str:
+    """Why a row that was not judged has a column of judgements; '' where it has none."""
+    info, good = row.task.info, "true or false, 1 or 0 (no text)"
+    wanted = {c.label_column: good, c.ratings_column: "an object of numbers", c.completions_column: "a list"}
+    for name, want in {**dict.fromkeys(c.rated, "a number"), **wanted}.items():
+        if (value := info.get(name)) is not None:
+            alone = f"; and there is no {c.completion_column!r} (env.args.completion_column)"
+            more = "" if row.completion is not None or name == c.completions_column else alone
+            return f"{row.place}: {name!r} is {kind_words(value)} ({value!r:.40}), and a judgement is {want}{more}"
+    return ""
+
+
+def also_judged(row: PromptRow, c: JudgedColumns) -> str:
+    """The other kind as which a row could be read, by its columns; '' where there is none, or the settings say."""
+    if row.judged is None or c.judged != "auto":
+        return ""
+    single = row.completion is not None or row.task.info.get(c.completion_column) is not None
+    left = {k: v for k, v in row.task.info.items() if k not in (c.chosen_column, c.rejected_column)}
+    other = kind_of(row.place, {**left, **({c.completion_column: ""} if single else {})}, c)
+    return "" if other in ("none", row.judged.kind) else other
 
 
 def _is_number(value: Any) -> bool:

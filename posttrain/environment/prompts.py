@@ -22,7 +22,8 @@ from posttrain.environment.columns import JudgedColumns
 from posttrain.environment.data_rows import read_rows
 from posttrain.environment.judged_draws import JudgedData
 from posttrain.environment.judged_lint import lint
-from posttrain.environment.rows import PromptRow, digest, texts_of
+from posttrain.environment.judged_rows import misread
+from posttrain.environment.rows import PromptRow, answer_text, digest, texts_of
 from posttrain.environment.single import Listed, SingleTurn
 from posttrain.environment.tools.loop import Loop
 from posttrain.environment.tools.offered import OfferedTools
@@ -51,7 +52,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     Empty: no hints."""
     rows: tuple[PromptRow, ...] = field(default=(), repr=False)
     without: tuple[str, ...] = field(default=(), repr=False)
-    """Lines about rows that `leave_out` left out."""
+    """Lines about rows that `leave_out` left out, or that can be read in two ways."""
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
@@ -162,7 +163,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     def gold(self, task: Task) -> tuple[str, ...]:
         """The row's answer, else its completion. Only the user's rewards decide what it earns."""
-        return ((self.completion(task) or "") if task.answer is None else str(task.answer),)
+        return ((self.completion(task) or "") if task.answer is None else answer_text(task.answer),)
 
     @property
     def vouches_for_gold(self) -> bool:
@@ -180,7 +181,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         answer."""
         if task.answer is None:
             return None
-        said, prompt = self.hint.replace("{answer}", str(task.answer)), task.prompt
+        said, prompt = self.hint.replace("{answer}", answer_text(task.answer)), task.prompt
         if isinstance(prompt, str):
             return prompt + said
         *before, last = prompt
@@ -262,6 +263,8 @@ def read_tasks(config: Env, args: Mapping[str, Any], seed: int, given: Given = G
     shape = PromptsEnv(**args)
     data = read_rows(config.prompts, shape, given)
     if not config.rewards and data.rows[0].judged is None:
+        if why := misread(data.rows[0], shape):
+            raise DataError(f"{why}. Where nothing was judged, give env.rewards")
         raise ConfigError(
             "env.name='prompts' needs env.rewards: path.py:function, or a built-in (exact, last_integer, contains,"
             " math); from Python also functions: rewards=[my_function]. Only rows that were judged need none: columns"

@@ -98,7 +98,9 @@ def task_of(
         info["answer"] = data["answer"]
     answer = data.get(c.answer_column)
     if answer is not None and not isinstance(answer, str | int | float | bool | list):
-        raise DataError(f"{place}: {c.answer_column!r} is {kind_words(answer)}, wanted text, a number or a list")
+        fields = [f"{c.answer_column}.{k}" for k in answer] if isinstance(answer, Mapping) else []
+        inner = f"; name a field of it: env.args.answer_column={' or '.join(fields[:8])}" if fields else ""
+        raise DataError(f"{place}: {c.answer_column!r} is {kind_words(answer)}, wanted text, a number or a list{inner}")
     if strange := [
         a for a in (answer if isinstance(answer, list) else [answer]) if isinstance(a, float) and not math.isfinite(a)
     ]:
@@ -106,7 +108,18 @@ def task_of(
             f"{place}: {c.answer_column!r} is {strange[0]}, which nothing equals; leave the row out, or give it its"
             " answer"
         )
+    answer = [_whole(a) for a in answer] if isinstance(answer, list) else _whole(answer)
     return Task(id=_id(place, data, c), prompt=prompt, answer=answer, info=info)
+
+
+def answer_text(answer: Any) -> str:
+    """An answer as a response would give it; of a list of answers the first."""
+    return str(answer[0] if isinstance(answer, list) and answer else answer)
+
+
+def _whole(answer: Any) -> Any:
+    """A float without a fraction as the integer: tables make floats of integers where a row has none."""
+    return int(answer) if isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53 else answer
 
 
 def _id(place: Place, data: Mapping[str, Any], c: Columns) -> str:
@@ -263,7 +276,7 @@ def source_rows(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any
     if there:
         return tables.parquet(file) if file.suffix == ".parquet" else tables.json_rows(file)
     if (
-        file.suffix in (".jsonl", ".json", ".parquet", ".ndjson")
+        file.suffix in (".jsonl", ".json", ".parquet", ".ndjson", ".csv", ".tsv", ".xlsx", ".gz", ".zst", ".zip")
         or path.startswith((".", "/", "~"))
         or path.count("/") > 1
     ):

@@ -12,6 +12,15 @@ from typing import Any
 from posttrain.core import foreign
 from posttrain.core.errors import ConfigError, DataError, nearest
 
+PACKED = {
+    b"\x1f\x8b": "gzip: unpack it (gunzip)",
+    b"\x28\xb5\x2f\xfd": "zstd: unpack it (unzstd)",
+    b"PK\x03\x04": "a zip archive, as Excel files are: unpack it, or save the table as JSON lines",
+    b"PAR1": "parquet: let its name end in .parquet",
+    b"\xff\xfe": "UTF-16: save it as UTF-8",
+    b"\xfe\xff": "UTF-16: save it as UTF-8",
+}
+"""What a file is that begins with these bytes, and what to do."""
 Rows = Iterator[tuple[str, Mapping[str, Any]]]
 MARK = b"\xef\xbb\xbf"
 """UTF-8's byte-order mark."""
@@ -30,8 +39,13 @@ def json_rows(path: Path) -> Rows:
     skipped. Lines are read one at a time, and a line longer than `LONGEST_ROW` is refused before it is read."""
     with foreign.opened(path, DataError) as file:
         start = file.read(1 << 16)
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(f"{path}: this is UTF-16; save it as UTF-8")
+    if found := next((words for bytes_, words in PACKED.items() if start.startswith(bytes_)), ""):
+        raise DataError(f"{path}: this is {found}")
+    if path.suffix in (".csv", ".tsv"):
+        raise DataError(
+            f"{path}: this is {path.suffix[1:].upper()}, which has no types: write JSON lines, such as with pandas:"
+            " read_csv(FILE).to_json('rows.jsonl', orient='records', lines=True)"
+        )
     if start.removeprefix(MARK).lstrip()[:1] == b"[":
         yield from _array(path)
         return

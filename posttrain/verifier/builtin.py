@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from posttrain.core.errors import DataError
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.verifier.formats import answer_format, think_format, tool_call
@@ -16,32 +17,55 @@ Builtin = Callable[[Task, str], Verdict]
 
 
 def exact(task: Task, text: str) -> Verdict:
-    """1 if the response, without white space at its ends, equals the answer."""
-    return graded(text.strip() == _answer(task), repr(text.strip()), repr(_answer(task)))
+    """1 if the response, without white space at its ends, equals the answer, or any of a list of answers."""
+    wanted = answers(task)
+    return graded(text.strip() in wanted, repr(text.strip()), _or(wanted))
 
 
 def integer(task: Task, text: str) -> Verdict:
-    """1 if the last integer of the response equals that of the answer, both normalised."""
-    wanted, said = last_integer(_answer(task)), last_integer(text)
-    if wanted is None:
-        return Verdict.failed("gold", f"the answer {_answer(task)!r} is no integer")
-    return graded(said == wanted, said, wanted, kind="no_integer" if said is None else "wrong")
+    """1 if the last integer of the response equals that of the answer, or of any of a list, all normalised."""
+    wanted, said = integers(task), last_integer(text)
+    return graded(said in wanted, said, " or ".join(wanted), kind="no_integer" if said is None else "wrong")
 
 
 def contains(task: Task, text: str) -> Verdict:
-    """1 if the answer occurs in the response as whole words: `12` is not in `312`, nor in `12.5`.
+    """1 if the answer, or any of a list, occurs in the response as whole words: `12` is not in `312`, nor in `12.5`.
 
     A policy that lists every candidate earns 1, so use it only if responses are short.
     """
-    wanted = _answer(task)
-    pattern = rf"(?<!\w)(?<!\d[.,]){re.escape(wanted)}(?!\w)(?![.,]\d)"
-    return graded(re.search(pattern, text) is not None, repr(text[-80:]), repr(wanted))
+    wanted = answers(task)
+    pattern = rf"(?<!\w)(?<!\d[.,])(?:{'|'.join(map(re.escape, wanted))})(?!\w)(?![.,]\d)"
+    return graded(re.search(pattern, text) is not None, repr(text[-80:]), _or(wanted))
 
 
-def _answer(task: Task) -> str:
+def answers(task: Task) -> tuple[str, ...]:
+    """The texts that are right. DataError if no response can equal one of them, or every response does."""
     if task.answer is None:
         raise ValueError(f"task {task.id!r} has no answer to compare with")
-    return str(task.answer).strip()
+    given = task.answer if isinstance(task.answer, list | tuple) else [task.answer]
+    if not given or not all(
+        isinstance(x, str | int | float) and not isinstance(x, bool) and str(x).strip() for x in given
+    ):
+        raise DataError(
+            f"the answer {task.answer!r:.80} of task {task.id!r} is not one that some responses equal and others do"
+            " not: give text or a number, or a list of them; for true and false, the word that you ask for"
+        )
+    return tuple(str(x).strip() for x in given)
+
+
+def integers(task: Task) -> tuple[str, ...]:
+    """The integers that are right. DataError if an answer is none."""
+    wanted = answers(task)
+    found = [n for n in map(last_integer, wanted) if n is not None]
+    if len(found) < len(wanted):
+        raise DataError(
+            f"the answer {task.answer!r:.80} of task {task.id!r} is no integer, so no response can equal it"
+        )
+    return tuple(found)
+
+
+def _or(wanted: tuple[str, ...]) -> str:
+    return " or ".join(map(repr, wanted))
 
 
 BUILTIN: dict[str, Builtin] = {
@@ -52,7 +76,7 @@ BUILTIN: dict[str, Builtin] = {
     "answer_format": answer_format,
     "tool_call": tool_call,
 }
-ANSWERED = ("exact", "last_integer", "contains")
-"""The built-in rewards that require the task's answer."""
+ANSWERED = {"exact": answers, "last_integer": integers, "contains": answers}
+"""The built-in rewards that require the task's answer, each with what reads it."""
 NAMES = (*BUILTIN, "math", "code", "code_fraction")
 """The names that `Reward.function` accepts, besides `path.py:function`."""

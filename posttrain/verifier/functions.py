@@ -102,9 +102,10 @@ class FunctionSource:
 
         Raises:
             ConfigError: a task lacks a column that the function requires, or the answer that a built-in requires.
-            DataError: `tool_call` cannot read the calls that a task wants.
+            DataError: a built-in cannot read the answer, or `tool_call` the calls that a task wants.
         """
-        required = _required(self.function) if self.form == "trl" else ["answer"] if self.name in ANSWERED else []
+        read = ANSWERED.get(self.name) if self.function is BUILTIN.get(self.name) else None
+        required = _required(self.function) if self.form == "trl" else [] if read is None else ["answer"]
         for task in tasks:
             if self.function is BUILTIN["tool_call"]:
                 gold_calls(task)
@@ -115,6 +116,8 @@ class FunctionSource:
                     f"reward {self.name!r} requires column {missing[0]!r}, which task {task.id!r} does not have:"
                     f" {nearest(missing[0], sorted(have))}"
                 )
+            if read is not None:
+                read(task)
 
 
 def source(

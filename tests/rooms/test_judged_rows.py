@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from posttrain.api.environments import check_environment
 from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.judgements import Judgement, Kind, Label, Pair, Ranking, Rating, StepLabels
+from posttrain.core.preference_ladder import ODPO
+from posttrain.core.preference_stage import Preference
+from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Env, Reinforce, Supervised
 from posttrain.core.types import Task
 from posttrain.engine.tiny import build_module
@@ -60,6 +64,50 @@ TEXTS = {
     "text without": {"chosen": "The sky is blue.", "rejected": "The sky is green."},
     "the cut parts no word": {"chosen": "The sky is blue.", "rejected": "The sky is black."},
 }
+READ_AS = [
+    ({"label": "true"}, "'label' is text ('true'), and a judgement is true or false, 1 or 0"),
+    ({"label": 2}, "'label' is a number (2)"),
+    ({"helpfulness": "4"}, "'helpfulness' is text ('4'), and a judgement is a number"),
+    ({"completions": '["a", "b"]'}, "'completions' is text"),
+]
+
+
+@pytest.mark.parametrize(("beside", "says"), READ_AS)
+def test_a_judgement_of_another_type_is_named(tmp_path: Path, beside: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError) as error:
+        env(tmp_path, [{"prompt": "p", "completion": "c", **beside}])
+    assert "rows.jsonl:1" in str(error.value) and says in str(error.value)
+
+
+def test_as_which_of_two_kinds_rows_are_read_is_said(tmp_path: Path) -> None:
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "completion": "c"}
+    assert not env(tmp_path, [row]).without and not env(tmp_path, [{**row, "label": True}], judged="pair").without
+    for beside, other in (
+        ({"label": True}, "label"),
+        ({"helpfulness": 3}, "rating"),
+        ({"completions": ["x", "y"]}, "ranking"),
+    ):
+        (line,) = env(tmp_path, [{**row, **beside}]).without
+        assert "read as judged by pair" in line and f"env.args.judged={other}" in line
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        (Preference(name="dpo", algorithm=ODPO), "dpo.algorithm.margin=none"),
+        (RewardModel(name="rm"), "rm.margin=false"),
+        (Preference(name="dpo"), ""),
+        (RewardModel(name="rm", margin=False), ""),
+    ],
+)
+def test_a_pair_without_a_margin_is_named_where_margins_are_read(tmp_path: Path, stage: Any, says: str) -> None:
+    rows = [{"prompt": f"p{i}", "chosen": "a", "rejected": "b", "margin": None if i == 3 else 1} for i in range(5)]
+    built: Any = env(tmp_path, rows)
+    why = pytest.raises(DataError, match=r"rows\.jsonl:4: the pair has no margin.*1 of 5.*" + says)
+    with why if says else nullcontext():
+        check_environment(built, [stage], Env(name="prompts"))
+
+
 TALKS = {
     "messages": {"prompt": [SKY], "chosen": [BLUE], "rejected": [GREEN]},
     "conversations": {"chosen": [SKY, BLUE], "rejected": [SKY, GREEN]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -283,6 +284,62 @@ def test_only_the_users_rewards_judge(tmp_path: Path) -> None:
         Judged("exact", 1.0, Verdict.value(0.0, "wrong", "said 'yes', wanted 'no'")),
     )
     assert set("012345no") == set(e.alphabet)
+
+
+UNREADABLE = [
+    *(("exact", answer) for answer in ([], ["a", None], True, "", [["a"]])),
+    *(("contains", answer) for answer in (False, "  ", ["a", ""])),
+    *(("last_integer", answer) for answer in ("twelve", "12.5", 0.5, ["3", "x"])),
+]
+
+
+@pytest.mark.parametrize(("reward", "answer"), UNREADABLE)
+def test_an_answer_that_no_response_or_every_response_equals_is_refused(
+    tmp_path: Path, reward: str, answer: Any
+) -> None:
+    rows = [{"prompt": "a", "answer": "3"}, {"prompt": "b", "answer": answer}]
+    with pytest.raises(DataError, match=r"p\.jsonl:2: the answer .* of task"):
+        env(write(tmp_path / "p.jsonl", rows), rewards=(Reward(function=reward),))
+
+
+async def test_an_answer_is_read_as_a_response_would_give_it(tmp_path: Path) -> None:
+    """Tables make floats of integers; a list has several right answers; verl keeps the answer in an object."""
+    rows = [
+        {"prompt": "a", "answer": 12.0},
+        {"prompt": "b", "answer": ["four", 4.0]},
+        {"prompt": "c", "answer": 12.5},
+    ]
+    built: Any = env(write(tmp_path / "p.jsonl", rows), heldout=0)
+    for row, right in zip(built.rows, ("12", "4", "12.5"), strict=True):
+        assert (await judged(built, row.task, [right]))[0].verdict.score == 1.0
+        assert (await judged(built, row.task, built.gold(row.task)))[0].verdict.score == 1.0
+
+    nested = [{"prompt": "a", "reward_model": {"ground_truth": "3", "style": "rule"}}, {"prompt": "b", "a.b": "4"}]
+    for row, name in zip(nested, ("reward_model.ground_truth", "a.b"), strict=True):
+        built = env(write(tmp_path / "p.jsonl", [row]), heldout=0, args={"answer_column": name})
+        assert built.rows[0].task.answer in ("3", "4")
+    with pytest.raises(DataError, match=r"answer_column=reward_model\.ground_truth or reward_model\.style"):
+        env(write(tmp_path / "p.jsonl", nested[:1]), args={"answer_column": "reward_model"})
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "says"),
+    [
+        ("p.jsonl.gz", gzip.compress(b"{}"), "this is gzip: unpack it"),
+        ("p.csv", b"prompt,answer\na,3\n", "this is CSV"),
+        ("p.tsv", b"prompt\tanswer\na\t3\n", "this is TSV"),
+        ("p.xlsx", b"PK\x03\x04" + bytes(20), "Excel"),
+        ("p.data", b"PAR1" + bytes(20), "parquet: let its name end"),
+        ("p.jsonl.zst", b"\x28\xb5\x2f\xfd" + bytes(20), "this is zstd"),
+    ],
+)
+def test_a_file_of_another_format_is_called_by_its_name(tmp_path: Path, name: str, raw: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(DataError, match=says):
+        env(str(tmp_path / name))
+    if not name.endswith(".data"):
+        with pytest.raises(DataError, match="no such file"):
+            env(name)
 
 
 def test_a_run_on_prompts_needs_rewards_and_the_columns_they_read(tmp_path: Path) -> None:

@@ -277,6 +277,11 @@ def test_a_reward_may_import_its_neighbours_and_hold_state(tmp_path: Path) -> No
         ("contains", "It is 312", "12", 0.0),
         ("contains", "It is 12.5", "12", 0.0),
         ("contains", "", "12", 0.0),
+        ("exact", "four", ["4", "four"], 1.0),
+        ("exact", "five", ["4", "four"], 0.0),
+        ("contains", "It is four.", [4, "four"], 1.0),
+        ("last_integer", "so 12", [12, 13], 1.0),
+        ("last_integer", "so 14", [12, 13], 0.0),
     ],
 )
 def test_builtins(name: str, text: str, answer: Any, score: float) -> None:

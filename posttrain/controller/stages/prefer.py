@@ -89,7 +89,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             if a.reads_collision:
                 batch = batch.having({COLLISION: h.learner.collision(batch)})
             if a.reads_margin and MARGIN not in batch:
-                raise judged[0].told(
+                raise next(j for j in judged if getattr(j, "margin", None) is None).told(
                     f"{a.name} reads a margin of each pair, and not every pair of the minibatch has one: give each row"
                     " a margin, or set margin=none"
                 )

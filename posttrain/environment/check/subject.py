@@ -18,6 +18,7 @@ from posttrain.core.types import Stop, Task
 from posttrain.environment.check.answers import SHAPES
 from posttrain.environment.check.dependence import Dependence, dependences, questions
 from posttrain.environment.check.judged_answer import JudgedAnswer
+from posttrain.environment.rows import answer_text
 from posttrain.environment.scripted import ScriptedPolicy
 from posttrain.environment.single import SingleTurn
 
@@ -99,7 +100,7 @@ class Subject:
 
     def core(self, task: Task) -> str:
         """The right answer as the task gives it: the last turn, without the form in which it is rewarded."""
-        return self.env.gold(task)[-1] if task.answer is None else str(task.answer)
+        return self.env.gold(task)[-1] if task.answer is None else answer_text(task.answer)
 
     def right(self, task: Task) -> tuple[str, ...]:
         """The turns of a right answer."""
