@@ -1,0 +1,165 @@
+"""Page L1: the shapes of a small transformer, its parameters, and what a token costs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from posttrain.core.run import Model
+from posttrain.engine.tiny import config
+from posttrain.engine.vocabulary import characters
+from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Readout, Slider, Values, refusal
+from posttrain.web.picture import Bars, Matrix
+
+LETTERS = "0123456789+=()#<>abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,;:!?-*/%'"
+PARTS: tuple[str, ...] = ("embeddings", "attention", "feed-forward", "norms")
+
+
+def model(k: Values) -> Model:
+    hidden, heads = int(k["hidden"]), int(k["heads"])
+    return Model(hidden=hidden, heads=heads, kv_heads=heads, layers=int(k["layers"]), ffn=3 * hidden)
+
+
+@cache
+def parameters(m: Model, vocabulary: int) -> dict[str, int]:
+    """Parameters by part, counted on the library's own model, which is built without memory for its weights."""
+    made = config(m, characters(LETTERS[:vocabulary]))
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    out: dict[str, int] = dict.fromkeys(PARTS, 0)
+    for name, weight in module.named_parameters():
+        part = (
+            "embeddings"
+            if "embed" in name or "lm_head" in name
+            else "norms"
+            if "norm" in name
+            else ("attention" if "attn" in name else "feed-forward")
+        )
+        out[part] += weight.numel()
+    return out
+
+
+def flops(found: dict[str, int], k: Values) -> dict[str, float]:
+    """Floating point operations of a forward pass for each token: two for each weight it meets, and those of attention
+    over the tokens before it (half of the length on average)."""
+    weights = 2.0 * (found["attention"] + found["feed-forward"])
+    head = 2.0 * found["embeddings"]
+    scores = 2.0 * 2.0 * int(k["layers"]) * int(k["hidden"]) * int(k["length"]) / 2
+    return {"layers' weights": weights, "head": head, "attention scores": scores}
+
+
+def compute(k: Values) -> Readout:
+    said = refusal(lambda: model(k))
+    if said:
+        k = {**k, "heads": 1}
+    found = parameters(model(k), int(k["vocabulary"]))
+    total, cost = sum(found.values()), flops(found, k)
+    b, t, d, h, v = int(k["batch"]), int(k["length"]), int(k["hidden"]), int(k["heads"]), int(k["vocabulary"])
+    shapes = (
+        ("token ids", f"[{b}, {t}]", float(b * t)),
+        ("hidden states", f"[{b}, {t}, {d}]", float(b * t * d)),
+        ("queries, keys, values", f"3 x [{b}, {h}, {t}, {d // h}]", float(3 * b * t * d)),
+        ("attention scores", f"[{b}, {h}, {t}, {t}]", float(b * h * t * t)),
+        ("logits", f"[{b}, {t}, {v}]", float(b * t * v)),
+    )
+    side = min(t, 10)
+    mask = np.tril(np.ones((side, side)))
+    return Readout(
+        pictures=(
+            Bars("Parameters by part", PARTS, {"parameters": [float(found[p]) for p in PARTS]}),
+            Bars("Operations of a token, forward", tuple(cost), {"operations": list(cost.values())}),
+            Matrix(
+                "Shapes on the way",
+                ("shape", "numbers"),
+                [s[0] for s in shapes],
+                [[0.0, s[2]] for s in shapes],
+                [[s[1], f"{s[2]:,.0f}"] for s in shapes],
+            ),
+            Matrix(
+                "Causal mask: which token (row) reads which (column)",
+                [str(i) for i in range(side)],
+                [str(i) for i in range(side)],
+                mask.tolist(),
+                [["reads" if x else "" for x in row] for row in mask],
+                low=0,
+                high=1,
+            ),
+        ),
+        sentence=f"**{total:,}** parameters. A token costs **{sum(cost.values()):,.0f}** operations forward, and about "
+        f"three times that where it is trained.",
+        values={
+            "parameters": float(total),
+            "operations a token": sum(cost.values()),
+            "share of the scores": cost["attention scores"] / sum(cost.values()),
+        },
+        says=said,
+    )
+
+
+def layer_weights(hidden: int, layers: int) -> float:
+    """Weights of attention and feed-forward networks of a model with four heads."""
+    found = parameters(model({"hidden": hidden, "heads": 4, "layers": layers}), 30)
+    return float(found["attention"] + found["feed-forward"])
+
+
+LESSON = Lesson(
+    number="L1",
+    name="architecture",
+    title="The model: shapes and sizes",
+    part="the ladder",
+    force="cost",
+    minutes=6,
+    question="What is inside a language model, and what does one more token cost?",
+    idea="""
+        Token ids become vectors of width d. Each layer mixes them in two ways: attention, where a token reads those
+        before it (the causal mask hides what comes later), and a feed-forward network, where it is worked on alone. The
+        last vectors are compared with every token of the vocabulary: the logits.
+
+        Each weight that a token meets costs two operations. Attention also grows with the length of the sequence.
+        Training costs three times a forward pass.
+    """,
+    formula="operations a token = 2 * weights + 2 * layers * d * length          training = 3 * forward",
+    knobs=(
+        Slider("hidden", "d, width", 128, 32, 512, 32),
+        Slider("layers", "layers", 4, 1, 12),
+        Slider("heads", "attention heads", 4, 1, 8),
+        Slider("length", "T, tokens of a sequence", 64, 8, 4096, log=True),
+        Slider("batch", "B, sequences", 8, 1, 64),
+        Slider("vocabulary", "V, vocabulary", 30, 16, 80),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(Break({"heads": 5}, "The width cannot be shared equally by five heads.", "ConfigError"),),
+    claims=(
+        Claim(
+            "Weights of the default model's layers, 13 d^2 L",
+            "4 d^2 of attention, 9 d^2 of a gated network of 3 d",
+            13 * 128**2 * 4,
+            lambda: layer_weights(128, 4),
+            within=0.01,
+        ),
+    ),
+    exercises=(
+        AskNumber("A model meets 1,000 weights a token. How many operations is that forward?", 2000, why="Two each."),
+        AskKnobs(
+            "Make attention scores the larger half of the cost.",
+            "share of the scores",
+            0.5,
+            None,
+            {"length": 4096, "hidden": 64},
+        ),
+        AskChoice(
+            "What does the causal mask hide?",
+            ("Rare tokens", "Later tokens", "The prompt"),
+            1,
+            why="A token may not read what it has to predict.",
+        ),
+    ),
+    code=("posttrain.engine.tiny.config", "posttrain.core.run.Model"),
+    docs="models.md",
+    command="posttrain run ladder model.hidden=128 model.layers=4",
+    grid=("hidden", "length"),
+)

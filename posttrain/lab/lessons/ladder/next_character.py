@@ -1,0 +1,148 @@
+"""Page L2: the distribution of the next character, and what sampling does to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from posttrain.core.run import Reinforce
+from posttrain.core.sampling import Sampling
+from posttrain.engine.embedded.sampler import Contracts, Spread
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Options,
+    Readout,
+    Slider,
+    Toggle,
+    Values,
+    refusal,
+)
+from posttrain.toy.letters import LETTERS, taught
+from posttrain.web.picture import Bars, TextTile, Tiles
+
+SAID = 48
+
+
+def contract(k: Values) -> Sampling:
+    if k["greedy"]:
+        return Sampling(greedy=True, stop_ids=())
+    return Sampling(temperature=float(k["temperature"]), top_p=float(k["top_p"]), stop_ids=())
+
+
+def spread(after: int, sampling: Sampling) -> Spread:
+    """The sampler's distribution after a character: the engine's own code on the logits of the table."""
+    return Spread.of(taught()[after : after + 1].float().clone(), Contracts.of([sampling]))
+
+
+def sentence_of(k: Values) -> tuple[str, list[float]]:
+    """(48 characters that the sampler says, the probability of each)."""
+    made, sampling = np.random.default_rng(int(k["seed"])), contract(k)
+    at, out, likely = LETTERS.index(str(k["after"])), "", list[float]()
+    for _ in range(SAID):
+        now = spread(at, sampling)
+        at = int(now.pick(made.random(1))[0])
+        likely.append(float(now.probabilities()[0, at]))
+        out += LETTERS[at]
+    return out, likely
+
+
+def compute(k: Values) -> Readout:
+    sampling, after = contract(k), LETTERS.index(str(k["after"]))
+    plain = taught()[after].exp().tolist()
+    now = spread(after, sampling).probabilities()[0].double()
+    now = (now / now.sum()).tolist()
+    entropy = float(-sum(p * np.log(p) for p in now if p > 0))
+    text, likely = sentence_of(k)
+    tiles = [
+        TextTile("_" if c == " " else c, "plain", None, float(p), f"probability {p:.2f}")
+        for c, p in zip(text, likely, strict=True)
+    ]
+    shown = [i for i in range(len(LETTERS)) if plain[i] > 0.01 or now[i] > 0.01]
+    return Readout(
+        pictures=(
+            Bars(
+                f"What may follow '{k['after']}'",
+                ["_" if LETTERS[i] == " " else LETTERS[i] for i in shown],
+                {"the model's": [plain[i] for i in shown], "sampled from": [now[i] for i in shown]},
+                low=0,
+                high=1,
+            ),
+            Tiles(
+                "What the sampler says, one character after the other", {"": tiles}, {"plain": "darker: more probable"}
+            ),
+        ),
+        sentence=f"After **{k['after']}** the sampler has **{entropy:.2f}** nats of choice. It wrote {len(set(text))} "
+        "different characters.",
+        values={"entropy": entropy, "largest": max(now), "different characters": float(len(set(text)))},
+        says=refusal(lambda: Reinforce(name="rl", sampling=sampling)),
+    )
+
+
+def entropy_of(letter: str) -> float:
+    p = taught()[LETTERS.index(letter)].exp().numpy()
+    return float(-(p * np.log(p)).sum())
+
+
+LESSON = Lesson(
+    number="L2",
+    name="sampling",
+    title="The next token, and temperature",
+    part="the ladder",
+    force="cost",
+    minutes=5,
+    question="The model gives every token a probability: how is one of them chosen?",
+    idea="""
+        A language model is a distribution over the next token. Sampling draws from it. Temperature divides the logits
+        first: below 1 the probable becomes more probable, above 1 all become alike. Top-p keeps the most probable
+        tokens until their sum reaches p, and drops the rest.
+
+        For training, the log-prob must be that of the distribution that was really drawn from, so the contract of
+        sampling is kept with each answer. Always taking the most probable token explores nothing: it is refused.
+    """,
+    formula="p = softmax(logits / temperature), then only the smallest set with sum >= top_p",
+    knobs=(
+        Options("after", "after the character", "t", tuple(c for c in "taeishpo")),
+        Slider("temperature", "temperature", 1.0, 0.1, 3.0, 0.1),
+        Slider("top_p", "top-p", 1.0, 0.1, 1.0, 0.05),
+        Toggle("greedy", "always the most probable", False),
+        Slider("seed", "seed", 0, 0, 20),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(Break({"greedy": True}, "The same few characters again and again: nothing is tried.", "ConfigError"),),
+    claims=(
+        Claim(
+            "Largest entropy of 27 characters, nats",
+            "log 27",
+            float(np.log(27)),
+            lambda: float(-(torch.full((27,), 1 / 27, dtype=torch.float64) * np.log(1 / 27)).sum()),
+        ),
+    ),
+    exercises=(
+        AskNumber(
+            "Two tokens with logits 1 and 0 at temperature 1: probability of the first?", 0.731, why="1 / (1 + e^-1)."
+        ),
+        AskKnobs(
+            "Bring the entropy after 't' below 0.3 nats without the greedy toggle.",
+            "entropy",
+            None,
+            0.3,
+            {"temperature": 0.1},
+        ),
+        AskChoice(
+            "Temperature goes to 0. What becomes of sampling?",
+            ("It becomes uniform", "It takes the most probable", "Nothing changes"),
+            1,
+            why="Differences of logits grow without bound.",
+        ),
+    ),
+    code=("posttrain.engine.embedded.sampler.Spread", "posttrain.core.sampling.Sampling"),
+    docs="sampling.md",
+    command="posttrain run arithmetic rl.sampling.temperature=0.7 rl.sampling.top_p=0.9",
+    grid=("temperature", "after"),
+)
