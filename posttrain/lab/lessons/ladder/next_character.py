@@ -128,10 +128,10 @@ LESSON = Lesson(
             "Two tokens with logits 1 and 0 at temperature 1: probability of the first?", 0.731, why="1 / (1 + e^-1)."
         ),
         AskKnobs(
-            "Bring the entropy after 't' below 0.3 nats without the greedy toggle.",
+            "Bring the entropy after 't' below 0.6 nats without the greedy toggle.",
             "entropy",
             None,
-            0.3,
+            0.6,
             {"temperature": 0.1},
         ),
         AskChoice(
