@@ -145,3 +145,23 @@ def test_a_listener_that_fails_fails_alone(at: int) -> None:
 
     failed = beside(e, lambda: e.generate(prompts(1, seed=2)[0], sampling(), 1, heard=listen))
     assert isinstance(failed, KeyError) and len(told) == at
+
+
+def test_an_error_of_the_engine_wakes_every_call_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are decoded, those in the queue, and a load of weights that waits for them; then it serves again."""
+    e = engine(slots=2)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory")
+
+    async def main() -> list[Any]:
+        calls = [asyncio.create_task(e.generate(p, sampling(max_tokens=40), i)) for i, p in enumerate(prompts(4))]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        with monkeypatch.context() as m:
+            m.setattr(e._stepper, "step", broken)
+            return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+
+    assert [str(x) for x in asyncio.run(main())] == ["no memory"] * 4
+    (said,) = asyncio.run(ask(e, prompts(1), sampling(max_tokens=4)))
+    assert len(said.ids) and not e._scheduler.busy

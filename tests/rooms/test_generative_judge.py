@@ -172,6 +172,13 @@ def test_a_meta_reward_model_keeps_the_better_half() -> None:
     assert one.score == two.score == 0.5 and len(meta.read) == 4 and meta.read[0].startswith("<3,8>\nA:8")
 
 
+def test_of_two_votes_a_meta_reward_model_keeps_one() -> None:
+    turns = iter(["[[A]]", "[[A]]"])
+    made = judge(lambda _: next(turns))
+    made.meta = JudgeMember("meta", Liked(made.renderer, "A"), 128)
+    assert [v.why.count("*") for v in scored(made, "8", "3")] == [1, 1]
+
+
 # --- the check that counts again --------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,12 @@ def test_prm800k(tmp_path: Path) -> None:
     assert found.steps == ("So.", "Good.", "It is 3.") and found.labels == (0, 1, -1)
 
 
+def test_a_path_of_prm800k_ends_before_a_step_without_a_label(tmp_path: Path) -> None:
+    given = [{"completions": [done(t, r)], "chosen_completion": 0} for t, r in (("a", 1), ("b", None), ("c", -1))]
+    found = steps(rows(tmp_path, [{**PRM, "label": {"steps": given}}]))
+    assert found.steps == ("a",) and found.labels == (1,)
+
+
 def test_prm800k_alone_has_a_neutral_zero(tmp_path: Path) -> None:
     label = {"steps": [{"completions": [done("So.", 0)], "chosen_completion": 0}]}
     assert steps(rows(tmp_path, [{**PRM, "label": label}])).labels == (0,)
@@ -93,6 +99,7 @@ WRONG = [
     ({**PRM, "question": {"problem": ""}}, "question.problem"),
     ({**SHEPHERD, "label": SHEPHERD["label"].replace("+", "?")}, "they part at step 1 of 2"),
     ({**SHEPHERD, "label": SHEPHERD["label"].replace("2+1=4", "2+1=3")}, "part at step 2 of 2"),
+    ({**SHEPHERD, "label": SHEPHERD["label"][:-1]}, "part at step 2 of 2"),
     ({**SHEPHERD, "label": SHEPHERD["label"] + " more"}, "end differently"),
     ({"input": "a ки", "label": "a +"}, "no problem before 'Step 1:'"),
     ({**BENCH, "label": 3}, "is 3, wanted the index of the first wrong step of 3"),
