@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import shutil
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 import pytest
 
 import posttrain
+from posttrain.controller.interrupt import Interrupted, Stopper
+from posttrain.controller.stages import Progress, Stages
+from posttrain.controller.stages.reinforce import ReinforceDriver
 from posttrain.core import files, reader
 from posttrain.core.checkpoint import scan
 from posttrain.core.errors import ConfigError, InvariantError
@@ -118,3 +122,19 @@ def test_a_start_that_was_replaced_in_the_folder_is_refused(compared: Path, tmp_
         json.dumps({p.name: files.digest(p) for p in old.iterdir() if p.name != "digests.json"})
     )
     posttrain.run(resume=old, quiet=True)
+
+
+def test_a_signal_ends_a_stage_only_after_a_step_at_which_it_rests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before that no checkpoint is written for it, since a run that goes on from there would be another one."""
+    parts = tiny_parts(tmp_path / "run", only_rl(tiny_run(steps=5, checkpoint_every=0)))
+    monkeypatch.setattr(ReinforceDriver, "at_rest", property(lambda driver: driver.state.step == 3))
+
+    async def stopped() -> None:
+        (stage,) = Stages(parts, Progress(), Stopper(signal.SIGTERM)).left()
+        await stage.run()
+
+    with parts.book, pytest.raises(Interrupted, match="stopped at rl step 3"):
+        asyncio.run(stopped())
+    assert [c.state["running"]["step"] for c in scan(tmp_path / "run")] == [3]
