@@ -19,7 +19,7 @@ from posttrain.cli.parser import read_words
 from posttrain.core.errors import PosttrainError, RunFolderError
 from posttrain.core.files import full
 from posttrain.core.shell import wrapped
-from posttrain.core.visible import guard_errors, guard_logs, tell
+from posttrain.core.visible import guard_errors, guard_logs, quiet_libraries, tell
 
 
 class Terminated(BaseException):
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     guard_logs()
     guard_errors()
+    quiet_libraries()
     options = read_words(list(sys.argv[1:] if argv is None else argv))
     before = signal.signal(signal.SIGTERM, _terminate)
     try:

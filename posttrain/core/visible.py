@@ -82,6 +82,14 @@ def guard_logs() -> None:
     logging.setLogRecordFactory(make)
 
 
+def quiet_libraries() -> None:
+    """From here on, what libraries tell those who write programs with them is not printed: that a name is old, and that
+    parts of a package are missing which another library imports and nobody here uses."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(peft|torch|torchao|transformers)\b")
+
+
 def guard_errors() -> None:
     """From here on, warnings and the tracebacks of uncaught exceptions are visible text."""
     plain = warnings.formatwarning

@@ -366,7 +366,8 @@ def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name, dtype=torch.float64).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        unknown = isinstance(error, NotImplementedError)  # torch then lists all of its operators
+        reason = "torch is built without it" if unknown else str(error).splitlines()[0]
         raise ConfigError(
             f"model.device={name!r} cannot be used here ({reason}). Use model.device=cpu, or a device torch can see"
         ) from error

@@ -446,3 +446,16 @@ def test_in_a_terminal_too(hostile: tuple[Path, str]) -> None:
 def test_warnings_stay_warnings() -> None:
     with pytest.warns(UserWarning, match="x"):
         warnings.warn("x", stacklevel=1)
+
+
+def test_what_libraries_tell_programmers_is_not_printed() -> None:
+    """Of a command; a user's own warnings are."""
+    program = (
+        "import logging, warnings\nfrom posttrain.cli import main\nmain(['ladder'])\nimport torch\n"
+        "logging.getLogger('torchao').warning('a part is missing')\n"
+        "logging.getLogger('torch.utils._pytree').warning('a name is old')\n"
+        "for module in ('transformers.modeling_utils', 'mine'):\n"
+        "    warnings.warn_explicit('old', FutureWarning, f'{module}.py', 1, module=module)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    assert done.stderr == "mine.py:1: FutureWarning: old\n"
