@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.net import in_the_clear
 
 GIB = 1 << 30
 KernelChoice = Literal["auto", "compiled", "torch", "reference"]
@@ -102,6 +103,11 @@ class VLLM:
             )
         if self.key_env is not None and self.url is None:
             raise ConfigError(f"engine.key_env={self.key_env}: only a server given by engine.url asks for a key")
+        if self.key_env is not None and in_the_clear(self.url or ""):
+            raise ConfigError(
+                f"engine.url={self.url} would send the key in {self.key_env} in the clear: use https, or a tunnel to"
+                " 127.0.0.1"
+            )
         if self.share is not None and not self.apart:
             raise ConfigError(
                 f"engine.share={self.share}: vLLM in this process takes weights without a folder. Leave it out"

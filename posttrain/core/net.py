@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import time
 from contextlib import suppress
+from urllib.parse import urlsplit
 
 LINES = 20
 """Lines of one logger in `SECONDS`."""
@@ -46,6 +47,19 @@ def raise_file_limit() -> int:
         except (OSError, ValueError):  # some systems name a hard limit that cannot be had
             return soft
     return hard if hard != resource.RLIM_INFINITY else 1 << 30
+
+
+def loopback(host: str) -> bool:
+    """Whether a host's name can only mean this machine."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def in_the_clear(url: str) -> bool:
+    """Whether what is sent to an address can be read on its way: http to another machine."""
+    parts = urlsplit(url)
+    return parts.scheme == "http" and not loopback(parts.hostname or "")
 
 
 def network(address: str) -> str:

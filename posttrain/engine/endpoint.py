@@ -8,7 +8,6 @@ sent as a bearer token, and appears in no message, repr or record.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import os
 import random
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from posttrain.core.errors import ConfigError, EndpointError
+from posttrain.core.net import in_the_clear, loopback
 from posttrain.core.redact import scrubbed
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
@@ -64,7 +64,8 @@ class Endpoint:
         connections: most requests at once. Further ones wait, and this wait does not count for their time limit.
 
     Raises:
-        ConfigError: the address is not http(s) or holds a key, or the environment variable is empty.
+        ConfigError: the address is not http(s) or holds a key, the environment variable is empty, or its key would be
+            sent to another machine in the clear.
     """
 
     def __init__(
@@ -89,7 +90,11 @@ class Endpoint:
         self._key = os.environ.get(key_env, "").strip() if key_env else ""
         if key_env and not self._key:
             raise ConfigError(f"{role}: environment variable {key_env} is empty; put the key of {self.url} there")
-        self._proxied = not _loopback(parts.hostname)
+        if key_env and in_the_clear(url):
+            raise ConfigError(
+                f"{role}: {url!r} would send the key in {key_env} in the clear; use https, or a tunnel to 127.0.0.1"
+            )
+        self._proxied = not (loopback(parts.hostname) or parts.hostname.endswith(".localhost"))
         self._connections = connections
         self._client: httpx2.AsyncClient | None = None
         self._places = asyncio.Semaphore(connections)
@@ -301,11 +306,3 @@ def _seconds(header: str | None) -> float | None:
         return max(0.0, float(header)) if header is not None else None
     except ValueError:
         return None
-
-
-def _loopback(host: str) -> bool:
-    """Whether a host is this machine, which is reached without a proxy."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")

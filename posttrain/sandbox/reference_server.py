@@ -29,13 +29,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from posttrain.core.errors import ConfigError, PosttrainError
-from posttrain.core.net import LogRateLimit, raise_file_limit
+from posttrain.core.net import LogRateLimit, loopback, raise_file_limit
 from posttrain.core.visible import tell
 from posttrain.sandbox.callers import Callers
 from posttrain.sandbox.choose import open_sandbox
 from posttrain.sandbox.pool import IDLE, SESSIONS, Sandbox
 from posttrain.sandbox.port import MIB, MOST_SAID, ProgramLimits, Ran, SandboxBroken
-from posttrain.sandbox.remote import TOKEN, VERSION, loopback, packed
+from posttrain.sandbox.remote import TOKEN, VERSION, packed
 from posttrain.sandbox.session import PythonSession
 
 MOST_BODY = 64 * MIB

@@ -10,7 +10,6 @@ import base64
 import binascii
 import contextlib
 import http.client
-import ipaddress
 import json
 import os
 import socket
@@ -21,6 +20,7 @@ from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.net import in_the_clear
 from posttrain.sandbox.backends import Start
 from posttrain.sandbox.port import ProgramLimits, Ran, SandboxBroken, SandboxUnavailableError, Why
 from posttrain.sandbox.worker import Job, SandboxWorker
@@ -58,7 +58,7 @@ class RemoteExecutor:
             or parts.username
         ):
             raise ConfigError(f"sandbox: {self.url!r} is no address of an executor; wanted https://HOST[:PORT][/PATH]")
-        if parts.scheme == "http" and not loopback(parts.hostname):
+        if in_the_clear(self.url):
             raise ConfigError(
                 f"sandbox: {self.url!r} would send programs and the token in the clear; use https, or a tunnel to"
                 " 127.0.0.1"
@@ -72,13 +72,6 @@ class RemoteExecutor:
         return RemoteWorker(self)
 
 
-def loopback(host: str) -> bool:
-    """Whether a host's name can only mean this machine."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
 class RemoteWorker(SandboxWorker):
     """One connection to an executor, used by one thread at a time, with the interface of a local sandbox."""
 
@@ -90,6 +83,7 @@ class RemoteWorker(SandboxWorker):
         self.lock = threading.Lock()
         self.busy = False
         self._open = True
+        self._sock: socket.socket | None = None
         token = os.environ.get(backend.token, "")
         if not token:
             raise SandboxUnavailableError(
@@ -117,12 +111,18 @@ class RemoteWorker(SandboxWorker):
             )
 
     def ask(self, method: str, path: str, body: Any, seconds: float) -> dict[str, Any]:
-        """Send one request. SandboxBroken: no valid answer. SandboxUnavailableError: a refusal that is permanent."""
-        said, status = b"", 0
+        """Send one request; its whole answer has so many seconds, however it comes. SandboxBroken: no valid answer.
+        SandboxUnavailableError: a refusal that is permanent."""
+        said, status, late = b"", 0, threading.Event()
+        limit = threading.Timer(seconds, self._hang_up, (late,))
+        limit.daemon = True
+        limit.start()
         try:
             self._wire.timeout = seconds
-            if self._wire.sock is not None:
-                self._wire.sock.settimeout(seconds)
+            if self._wire.sock is None:
+                self._wire.connect()
+            self._sock = self._wire.sock
+            self._sock.settimeout(seconds)
             self._wire.request(
                 method, f"{self._path}/v{VERSION}{path}", None if body is None else json.dumps(body), self._headers
             )
@@ -131,7 +131,11 @@ class RemoteWorker(SandboxWorker):
             told = json.loads(said) if len(said) <= MOST_BYTES else None
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             self.destroy()
-            raise SandboxBroken(f"{self.backend.url}: {type(error).__name__}: {error}"[:300]) from error
+            slow = late.is_set() or isinstance(error, TimeoutError)
+            why = f"no whole answer in {seconds:g} s" if slow else f"{type(error).__name__}: {error}"
+            raise SandboxBroken(f"{self.backend.url}: {why}"[:300]) from error
+        finally:
+            limit.cancel()
         if status != 200 or not isinstance(told, dict):
             self.destroy()
             why = f"{self.backend.url}: status {status}, {said[:200].decode(errors='replace')!r}"
@@ -209,9 +213,16 @@ class RemoteWorker(SandboxWorker):
     def stop(self) -> None:
         """Close the connection while a program runs. On the executor it ends by its own limits."""
         with self.lock:
-            if self.busy and self._wire.sock is not None:
-                with contextlib.suppress(OSError):
-                    self._wire.sock.shutdown(socket.SHUT_RDWR)
+            if self.busy:
+                self._hang_up()
+
+    def _hang_up(self, late: threading.Event | None = None) -> None:
+        """End the connection, for a request that waits for its answer in another thread."""
+        if late is not None:
+            late.set()
+        for sock in filter(None, (self._sock, self._wire.sock)):  # http.client forgets one whose answer is its last
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.destroy()

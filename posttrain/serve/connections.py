@@ -129,7 +129,10 @@ class Connection(web.RequestHandler):
     def handle_error(
         self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> Any:
-        """Answer invalid HTTP like every other refusal, without a line in the log."""
+        """Answer invalid HTTP like every other refusal, without a line in the log. A caller who has gone hears nothing,
+        and causes none either."""
+        if isinstance(exc, ConnectionError):
+            raise exc
         if status >= 500:
             LOG.error("%s %r", request.method, request.path, exc_info=exc)
         if request.writer.output_size > 0:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import json
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from posttrain.core.errors import ConfigError
-from posttrain.core.net import raise_file_limit
+from posttrain.core.net import loopback, raise_file_limit
 from posttrain.serve.app import Server
 from posttrain.serve.connections import Listener, bind
 from posttrain.serve.limits import CallerLimits, most_connections
@@ -39,14 +38,6 @@ def check_address(host: str, token: str | None) -> None:
             f"--host {host} is reached from other machines, and --no-token would serve everybody: leave --no-token out,"
             " or listen on 127.0.0.1"
         )
-
-
-def loopback(host: str) -> bool:
-    """Whether a listening address can be reached only from this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ Extensions have vLLM's names: `top_k`, `min_p`, `repetition_penalty`, `min_token
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
@@ -56,9 +57,13 @@ def _one_or_many(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else [] if stop is None else stop
 
 
+DECIMAL = re.compile(r"0|[1-9][0-9]{0,17}")
+"""A token id as JSON's keys write it: one spelling for each."""
+
+
 def _by_id(bias: Any) -> Any:
     """Convert the keys to token ids; in JSON they are text: `{"17": -2}`."""
-    if not isinstance(bias, dict) or not all(isinstance(k, str) and k.isdecimal() for k in bias):
+    if not isinstance(bias, dict) or not all(isinstance(k, str) and DECIMAL.fullmatch(k) for k in bias):
         raise ValueError('logit_bias is an object from token ids to numbers, such as {"17": -2.5}')
     made = {int(k): x for k, x in bias.items()}
     wrong = next((k for k, x in made.items() if type(x) not in (int, float) or not -100 <= x <= 100), None)

@@ -120,6 +120,7 @@ def test_addresses_that_cannot_be_meant(monkeypatch: pytest.MonkeyPatch) -> None
         ("http://me:secret@host/v1", None, "would be recorded"),
         ("http://host/v1?key=secret", None, "would be recorded"),
         ("http://host/v1", "NO_SUCH_KEY", "NO_SUCH_KEY is empty"),
+        ("http://10.0.0.7:8000/v1", "PATH", "would send the key in PATH in the clear"),
     ):
         with pytest.raises(ConfigError, match=message) as failed:
             Endpoint(url, "judge", key_env=key)

@@ -156,7 +156,7 @@ ASKING: dict[str, tuple[Kind, Callable[[Run], Run]]] = {
     "rl.env.args.url": (Kind.CODE, lambda r: rl(r, env=Env(name="verifiers:theirs", args={"url": "http://there"}))),
     "rl.reference": (Kind.OUTSIDE, lambda r: rl(r, reference="some/model")),
     "engine.url": (Kind.ADDRESS, lambda r: replace(r, engine=VLLM(url="http://there"))),
-    "engine.key_env": (Kind.SECRET, lambda r: replace(r, engine=VLLM(url="http://there", key_env="HF_TOKEN"))),
+    "engine.key_env": (Kind.SECRET, lambda r: replace(r, engine=VLLM(url="https://there", key_env="HF_TOKEN"))),
     "engine.share": (Kind.OUTSIDE, lambda r: replace(r, engine=VLLM(server=True, share="/home"))),
     "engine.draft": (Kind.OUTSIDE, lambda r: replace(r, engine=Embedded(draft="small"))),
     "placement.transport": (Kind.ADDRESS, lambda r: replace(r, placement=Processes(transport="collective"))),

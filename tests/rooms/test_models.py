@@ -116,7 +116,7 @@ def test_characters_and_bytes() -> None:
         ({"hidden": 12}, "must be even"),
         ({"layers": 0}, "model.layers=0"),
         ({"device": "cuda:77"}, "model.device='cuda:77' cannot be used here"),
-        ({"device": "mps"}, r"model.device='mps' cannot be used here \(.{1,160}\). Use model.device=cpu"),
+        ({"device": "mps"}, "cannot be used here (torch is built without it). Use model.device=cpu"),
         ({"device": "toaster"}, "is no device: use cpu, cuda"),
     ],
 )

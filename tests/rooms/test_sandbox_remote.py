@@ -153,10 +153,12 @@ def liar(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, Any]]
                 self.say(*reply)
 
         def say(self, status: int, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            head = f"HTTP/1.0 {status} x\r\nContent-Length: {len(body)}\r\n".encode()
+            drips = told.get("drips") if self.command == "POST" else None
+            for part, name in ((head + b"\r\n", "head"), (body, "body")):
+                for piece in [part] if name != drips else [part[i : i + 1] for i in range(len(part))]:
+                    self.wfile.write(piece)
+                    time.sleep(0.1 * (name == drips))
 
         def log_message(self, format: str, *args: Any) -> None:
             return
@@ -190,7 +192,22 @@ def test_silence_is_an_outage_after_its_time(liar: tuple[str, dict[str, Any]], m
     told["run"] = lambda: time.sleep(1.0)
     with (
         Sandbox(RemoteExecutor(url), workers=1, limits=ProgramLimits(wall=0.1)) as box,
-        pytest.raises(SandboxBroken, match="timed out"),
+        pytest.raises(SandboxBroken, match="no whole answer in 0.3 s"),
+    ):
+        box.run_sync("print(1)")
+
+
+@pytest.mark.parametrize("drips", ["head", "body"])
+def test_an_answer_that_comes_byte_by_byte_is_an_outage_after_its_time(
+    drips: str, liar: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes in time, and the answer never ends."""
+    url, told = liar
+    monkeypatch.setattr(remote, "PATIENCE", 0.4)
+    told["run"], told["drips"] = (200, b" " * 200), drips
+    with (
+        Sandbox(RemoteExecutor(url), workers=1, limits=ProgramLimits(wall=0.1)) as box,
+        pytest.raises(SandboxBroken, match=r"no whole answer in 0\.5 s"),
     ):
         box.run_sync("print(1)")
 

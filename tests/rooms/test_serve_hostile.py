@@ -7,6 +7,8 @@ import contextlib
 import json
 import logging
 import resource
+import socket
+import struct
 import sys
 import threading
 import time
@@ -573,6 +575,23 @@ async def test_a_caller_that_sends_ahead_and_leaves_frees_its_slots(model: Path,
             await until(lambda: engine.speaking == 1 or u.server._intake._held == 0)
             await asyncio.sleep(0.2)
         await until(lambda: not engine.speaking and not u.server.running)
+
+
+@pytest.mark.parametrize("asked", [{"stream": True}, {"stream": True, "n": 4}, {"n": 4}, None])
+async def test_a_caller_that_goes_away_is_no_line_in_the_log(
+    model: Path, asked: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hung up (RST) at once, while the answer begins and in its middle; None: while its body is read."""
+    request = post({"prompt": "user", "max_tokens": 10**6, **(asked or {})})
+    async with up(model, sampler=(engine := Endless())) as u:
+        for after in (0.0, *np.linspace(0.01, 0.09, 9), 0.3):
+            async with caller(u) as c:
+                await c.send(request if asked is not None else request[:-10])
+                await asyncio.sleep(after)
+                wire = c.writer.get_extra_info("socket")
+                wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await until(lambda: not engine.speaking and not u.server.running)
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 async def test_leaving_with_open_connections_takes_its_time_and_no_longer(
