@@ -146,18 +146,18 @@ def evaluate(
     run, weights, given = asked_run(target, checkpoint, overrides, objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = _contract(run, max_tokens, temperature)
-    from posttrain.api.build import make_policy, make_roles
-    from posttrain.api.reward_models import judges_of
-    from posttrain.api.torch_settings import use_threads
-    from posttrain.api.waiting import wait
-    from posttrain.role.weights import load_average, load_weights
-
-    use_threads(run.threads)
     own = None if weights is None else Path(target)
     written = own / TOKENIZER if own is not None and any(s.env for s in run.stages) else None
     run = _evaluated(run, contract)
     with closing(make_environment(run, given)) as environment:
         _check_measurable(environment, run.env, is_url(target))
+        from posttrain.api.build import make_policy, make_roles  # imports torch: a wrong setting is told before
+        from posttrain.api.reward_models import judges_of
+        from posttrain.api.torch_settings import use_threads
+        from posttrain.api.waiting import wait
+        from posttrain.role.weights import load_average, load_weights
+
+        use_threads(run.threads)
         console = PlainConsole(soft_wrap=True, quiet=quiet)
         if is_url(target):
             report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))

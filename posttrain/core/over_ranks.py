@@ -13,7 +13,7 @@ from posttrain.core.pieces.implicit import ImplicitOthers
 from posttrain.core.placement import Local
 from posttrain.core.preference_stage import OnlinePreference, Preference
 from posttrain.core.reinforce import Reinforce
-from posttrain.core.run import Run, Supervised
+from posttrain.core.run import MIXTURES, Run, Supervised
 from posttrain.core.stage import Stage
 
 SECONDS = 600.0
@@ -89,7 +89,8 @@ def check_ranks(run: Run, options: RankOptions) -> None:
     """ConfigError for what a run over ranks cannot do yet, with what to change."""
     if options.world is None:
         return
-    for refusal in (*_refusals(run), *(_whole_passes(run, options.parallel) if options.parallel != "rows" else ())):
+    whole = () if options.parallel == "rows" else _whole_passes(run, options.parallel, options.world)
+    for refusal in (*_refusals(run), *whole):
         raise ConfigError(f"over ranks (--nproc, torchrun): {refusal}")
 
 
@@ -113,13 +114,19 @@ def _refusals(run: Run) -> Iterator[str]:
         yield from _of_stage(stage)
 
 
-def _whole_passes(run: Run, parallel: Parallel) -> Iterator[str]:
-    """What ranks cannot do each of which computes every token."""
+def _whole_passes(run: Run, parallel: Parallel, world: int) -> Iterator[str]:
+    """What ranks cannot do each of which computes every token. A model that is read is asked when it is there."""
     model, how = run.model, f"--parallel {parallel}"
     if model.dtype != "float32":
         yield f"{how} computes in float32 so far. Set model.dtype=float32, or leave it out"
     if model.lora is not None:
         yield f"{how} trains all weights, and model.lora is set. Leave one of them out"
+    if model.path is None and parallel == "experts" and model.arch not in MIXTURES:
+        yield f"{how} shares whole experts, and model.arch={model.arch} has none. Leave it out"
+    parts = ("experts",) if parallel == "experts" else ("heads", "kv_heads")
+    for name in parts if model.path is None else ():
+        if (count := getattr(model, name)) % world:
+            yield f"{how}: {world} ranks cannot share model.{name}={count} evenly: give a divisor of it"
 
 
 def _of_stage(stage: Stage) -> Iterator[str]:

@@ -78,8 +78,16 @@ class Optimizer:
     its batch is kept. 0: the first one stops the run."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0 or not self.clip > 0 or self.warmup < 0:
+        if not 0 < self.lr < math.inf or not self.clip > 0 or self.warmup < 0:
             raise ConfigError(f"optimizer: lr={self.lr} and clip={self.clip} must be > 0, warmup={self.warmup} >= 0")
+        for name, good, says in (
+            ("beta1", 0 <= self.beta1 < 1, "must be in [0, 1)"),
+            ("beta2", 0 <= self.beta2 < 1, "must be in [0, 1)"),
+            ("eps", 0 < self.eps < math.inf, "must be > 0, such as 1e-8"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "must be >= 0"),
+        ):
+            if not good:
+                raise ConfigError(f"optimizer.{name}={getattr(self, name):g}: {says}")
         if self.momentum is not None and self.kind not in MOMENTUM:
             raise ConfigError(
                 f"optimizer.momentum={self.momentum:g}: {self.kind} has none; its means have beta1 and beta2"

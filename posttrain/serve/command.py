@@ -18,7 +18,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Run
 from posttrain.core.visible import guard_logs, tell
-from posttrain.serve.limits import CallerLimits
+from posttrain.serve.limits import CallerLimits, check_address
 
 READ = ("model", "slots", "threads", "deterministic", "seed", "env", "engine")
 """Fields of `Run` that are used to serve its model."""
@@ -84,12 +84,11 @@ def serve(
     guard_logs()
     where = where or ServerAddress()
     token = where.resolve()
+    check_address(where.host, token)
     _stored(*run_and_checkpoint(target, checkpoint), overrides)
     from posttrain.api.waiting import wait
-    from posttrain.serve.listen import check_address
     from posttrain.serve.listen import serve as listen
 
-    check_address(where.host, token)
     served, facts = make_served(target, *overrides, token=token, name=name, checkpoint=checkpoint, trust=trust)
     return wait(listen(served, where.host, where.port, facts, say, where.limits, where.token_env))
 

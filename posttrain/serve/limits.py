@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.net import loopback
 
 MIB = 1 << 20
 SPARE_FILES = 128
@@ -96,3 +97,12 @@ def _open_files() -> int:
         return len(os.listdir("/dev/fd"))
     except OSError:
         return SPARE_FILES
+
+
+def check_address(host: str, token: str | None) -> None:
+    """ConfigError where other machines could use the server without a token."""
+    if token is None and not loopback(host):
+        raise ConfigError(
+            f"--host {host} is reached from other machines, and --no-token would serve everybody: leave --no-token out,"
+            " or listen on 127.0.0.1"
+        )

@@ -20,7 +20,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.net import loopback, raise_file_limit
 from posttrain.serve.app import Server
 from posttrain.serve.connections import Listener, bind
-from posttrain.serve.limits import CallerLimits, most_connections
+from posttrain.serve.limits import CallerLimits, check_address, most_connections
 from posttrain.serve.quiet import quiet
 from posttrain.serve.served import ServedModel
 
@@ -29,15 +29,6 @@ GRACE = 10.0
 FLUSH = 1.0
 """Seconds that a caller has to read the rest after its answers were ended."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-def check_address(host: str, token: str | None) -> None:
-    """ConfigError where other machines could use the server without a token."""
-    if token is None and not loopback(host):
-        raise ConfigError(
-            f"--host {host} is reached from other machines, and --no-token would serve everybody: leave --no-token out,"
-            " or listen on 127.0.0.1"
-        )
 
 
 @asynccontextmanager
