@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -33,12 +34,18 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core import reader, seeds
+from posttrain.core.errors import PosttrainError
+from posttrain.core.rejection import Rejection
+from posttrain.serve.app import Server
+from posttrain.serve.command import make_served
+from posttrain.serve.limits import CallerLimits
+from posttrain.serve.listen import listening
 
 RESULTS = Path(__file__).parent / "results" / "command_matrix.json"
 TINY = "model.hidden=32 model.ffn=64 model.layers=1 model.heads=2 model.kv_heads=2"
 HELD = "env.heldout=6 evaluation.samples=2"
 SFT = "sft.steps=8 sft.batch=16 sft.eval=false"
-RL = "rl.steps=2 rl.prompts=4 rl.siblings=4 rl.eval_every=0 rl.checkpoint_every=1 keep_checkpoints=9"
+RL = "rl.steps=2 rl.prompts=4 rl.siblings=4 rl.eval_every=2 rl.checkpoint_every=1 keep_checkpoints=9"
 SHORT = f"{TINY} {HELD} {SFT} {RL}"
 BASELINES = {
     "zero": "reinforce", "ema": "reinforce_ema", "sourceema": "rae", "others": "rloo", "greedy": "remax",
@@ -48,10 +55,10 @@ BASELINES = {
 }  # fmt: skip
 """One algorithm of every baseline that plays a single turn."""
 ARITHMETIC = f"arithmetic {SHORT}"
-PAIRS = f"dpo {TINY} {HELD} {SFT} dpo.steps=2 dpo.batch=8 dpo.eval_every=0"
+PAIRS = f"dpo {TINY} {HELD} {SFT} dpo.steps=2 dpo.batch=8 dpo.eval_every=2"
 REWARD = f"reward_model {TINY} {HELD} reward_model.steps=2 reward_model.batch=8 reward_model.eval_every=0"
 KINDS: dict[str, str] = {
-    "sft": f"sft {TINY} {HELD} {SFT}",
+    "sft": f"sft {TINY} {HELD} sft.steps=8 sft.batch=16",
     "grpo": f"grpo {TINY} {HELD} {RL}",
     "verifiable": f"verifiable {SHORT}",
     "dpo": PAIRS,
@@ -73,7 +80,8 @@ KINDS: dict[str, str] = {
     "baseline_anchormean": f"calculator {SHORT} rl.algorithm=gigpo",
     "distill_hint": f"{ARITHMETIC} rl.algorithm=sdft",
     "shown": f"{ARITHMETIC} rl.algorithm=luffy",
-    "kto": f"{PAIRS} dpo.algorithm=simpo",
+    "simpo": f"{PAIRS} dpo.algorithm=simpo",
+    "unmeasured": f"sft {TINY} {HELD} {SFT}",
     "lora": f"{ARITHMETIC} model.lora.rank=2",
     "quantised": f"{ARITHMETIC} model.lora.rank=2 model.quantize=int8",
     "lora_ppo": f"{ARITHMETIC} model.lora.rank=2 rl.algorithm=ppo",
@@ -95,7 +103,6 @@ KINDS: dict[str, str] = {
     "unjudged": f"{PAIRS} env.rewards=none",
 }
 """Name -> what is written behind `posttrain run`."""
-COST = {"shop": 3, "prm": 2, "ladder": 2}
 WRONG = re.compile(r"Traceback|\bnan\b|TypeError|KeyError|ValueError|did you mean '([^']+)'")
 """What no answer holds."""
 
@@ -115,7 +122,6 @@ class Cell:
 
     kind: str
     command: str
-    words: str
     state: str
     """right, refused or wrong."""
     why: str = ""
@@ -129,8 +135,11 @@ class Made:
     kind: str
     folder: Path
     scratch: Path
-    other: Path
-    """A run of the recipe `arithmetic`."""
+
+    @property
+    def longer(self) -> Path:
+        """Where its copy goes on for more steps."""
+        return self.folder.with_name(f"{self.kind}-longer")
 
     @property
     def words(self) -> list[str]:
@@ -149,12 +158,12 @@ class Made:
         """Words that name its environment where a model alone is measured."""
         env = reader.run_file(self.folder).run.env
         named = [f"env={env.name}"] if env.name != "prompts" else [f"env.prompts={env.prompts}"]
-        rewards = [f"env.rewards={r.function}" for r in env.rewards[:1] if not r.function.startswith("model:stage")]
+        rewards = [f"env.rewards={','.join(r.function for r in env.rewards)}"] if env.rewards else []
+        rewards += [f"env.rewards.{i}.weight={r.weight:g}" for i, r in enumerate(env.rewards) if r.weight != 1]
         return [*named, *rewards, *(f"env.args.{n}={json.dumps(v)}" for n, v in env.args.items()), "env.heldout=6"]
 
 
 REWARD_MODELS = ("reward_model", "prm_alone", "lora_reward", "averaged_reward")
-RL_KINDS = tuple(k for k, words in KINDS.items() if "rl.steps" in words and k not in REWARD_MODELS)
 
 
 def call(*words: str) -> Ran:
@@ -177,134 +186,124 @@ def call(*words: str) -> Ran:
 
 
 def measured(text: str) -> list[str]:
-    """The rows of measures that `posttrain eval` prints."""
-    return [
-        row for row in text.splitlines() if re.search(r"accuracy|pass@|reward|agree|score", row) and "95 %" not in row
-    ]
+    """The rows of measures that `posttrain eval` prints, without how they are drawn."""
+    rows = [row for row in text.splitlines() if re.search(r"accuracy|pass@|reward|orders|error", row)]
+    return [re.sub(r"\W+", " ", row.partition(": ")[2] or row).strip() for row in rows if "[95 %]" not in row]
 
 
 def exported(made: Made, *more: str) -> tuple[Ran, str]:
-    """Export, and measure what was written as the run is measured."""
+    """Export, and measure what was written as the run is measured: the same words say the same numbers."""
     target = made.scratch / f"model{'-'.join(more)}"
     done = call("export", str(made.folder), str(target), *more)
     if done.code or "--adapter" in more:
         return done, ""
     if not (target / "certificate.json").exists():
         return done, "no certificate"
-    if "--ema" in more:
-        return done, ""
-    same = [] if not made.trains_policy else ["--max-tokens", "12", "--temperature", "1"]
-    of_run = call("eval", str(made.folder), *same)
-    of_model = call("eval", str(target), *made.environment(), *same, *_seed(made))
+    run = reader.run_file(made.folder).run
+    if any(r.function.startswith("model:stage") for r in run.env.rewards):
+        return done, ""  # the judge lies in the run folder
+    if made.trains_policy:
+        same = ["--max-tokens", "12", "--temperature", "1", "--samples", "2"]
+    else:
+        same = [f"env.prompts={run.env.prompts}"] if run.env.prompts else []
+    of_run = call("eval", str(made.folder), *more, *same)
+    of_model = call("eval", str(target), *made.environment(), *same, f"seed={run.seed}", f"slots={run.slots}")
     if of_run.code or of_model.code:
         return max(of_run, of_model, key=lambda r: r.code), ""
     ours, theirs = measured(of_run.out), measured(of_model.out)
-    return of_model, "" if ours and len(ours) == len(theirs) else f"rows of {ours} and of {theirs}"
-
-
-def _seed(made: Made) -> list[str]:
-    return [f"seed={reader.run_file(made.folder).run.seed}"]
+    merged = run.model.lora is not None or run.model.dtype != "float32"  # other rounding
+    differ = len(ours) != len(theirs) or (not merged and ours != theirs)
+    return of_model, f"it says {theirs}, and the run {ours}" if differ or not ours else ""
 
 
 def summary(made: Made, *more: str) -> tuple[Ran, str]:
+    """Its last stage is named with a number: a score, or how it orders pairs."""
     done = call("summary", str(made.folder), *more)
-    rows = [r for r in done.out.splitlines() if r.strip().startswith(f"{made.last} ")]
-    return done, "" if any(re.search(r"\d\.\d", r) for r in rows) else f"nothing is measured: {rows}"
+    told = re.search(rf"{made.last}\W.*\d\.\d", done.out.replace("\\", ""))
+    return done, "" if told else f"nothing is measured of {made.last}"
 
 
 def plotted(made: Made) -> tuple[Ran, str]:
     picture = made.scratch / "plot.svg"
     done = call("plot", str(made.folder), "--out", str(picture))
-    return done, "" if done.code or "<" in picture.read_text(encoding="utf-8") else "an empty picture"
+    return done, "" if done.code or "line2d" in picture.read_text(encoding="utf-8") else "an empty picture"
+
+
+def over(made: Made) -> list[str]:
+    """The ranks of a run, which are no setting."""
+    return made.words[made.words.index("--nproc") :] if "--nproc" in made.words else []
 
 
 def resumed(made: Made) -> tuple[Ran, str]:
-    """Two more steps, in a copy."""
-    import shutil
-
-    copy, stage = made.scratch / "copy", made.last
-    shutil.copytree(made.folder, copy)
-    steps = reader.run_file(made.folder).run.stage(stage).steps + 2
-    before = len(reader.steps(copy))
-    over = made.words[made.words.index("--nproc") :] if "--nproc" in made.words else []
-    done = call("run", "--resume", str(copy), f"{stage}.steps={steps}", *over)
-    return done, "" if done.code or len(reader.steps(copy)) > before else "no step more"
+    """Two more steps, in a copy beside it."""
+    shutil.copytree(made.folder, made.longer)
+    stage = reader.run_file(made.folder).run.stage(made.last)
+    assert stage.steps is not None
+    more = [f"{made.last}.steps={stage.steps + 2}"]
+    more += [f"{made.last}.rounds={stage.rounds + 2}"] if isinstance(stage, Rejection) else []
+    before = len(reader.steps(made.longer))
+    done = call("run", "--resume", str(made.longer), *more, *over(made))
+    return done, "" if done.code or len(reader.steps(made.longer)) > before else "no step more"
 
 
 def resumed_whole(made: Made) -> tuple[Ran, str]:
     """As it is: there is nothing to do."""
     before = len(reader.steps(made.folder))
-    over = made.words[made.words.index("--nproc") :] if "--nproc" in made.words else []
-    done = call("run", "--resume", str(made.folder), *over)
+    done = call("run", "--resume", str(made.folder), *over(made))
     return done, "" if len(reader.steps(made.folder)) == before else "steps were added"
 
 
 def branched(made: Made) -> tuple[Ran, str]:
     """A new run from its weights: RL of a policy, a second reward model of a reward model."""
-    out = made.scratch / "branch"
-    new = ["grpo", *shlex.split(RL)] if made.trains_policy else ["reward_model", "reward_model.steps=2"]
-    env = [] if "env.prompts" in " ".join(made.environment()) else [f"env={reader.run_file(made.folder).run.env.name}"]
-    done = call(
-        "run", *new, *(env if made.trains_policy else []), *HELD.split(), f"model={made.folder}", "--out", str(out)
-    )
+    out, env = made.scratch / "branch", reader.run_file(made.folder).run.env
+    words = ["grpo", *shlex.split(RL)] if made.trains_policy else ["reward_model", "reward_model.steps=2"]
+    words += [f"env={env.name}"] if made.trains_policy and env.name != "prompts" else []
+    done = call("run", *words, *HELD.split(), f"model={made.folder}", "--out", str(out))
     return done, "" if done.code or reader.steps(out) else "no step"
 
 
 def served(made: Made) -> tuple[Ran, str]:
     """One completion over HTTP."""
-    from posttrain.core.errors import PosttrainError
-
     try:
         told = asyncio.run(_ask(made.folder))
     except PosttrainError as error:
         return Ran(error.exit_code, "", f"posttrain: {error}"), ""
-    return Ran(0, json.dumps(told), ""), "" if told["choices"][0].get("text") is not None else "no text"
+    return Ran(0, json.dumps(told), ""), "" if "choices" in told else "no completion"
 
 
 async def _ask(folder: Path) -> dict[str, Any]:
     import aiohttp
 
-    from posttrain.serve.app import Server
-    from posttrain.serve.command import make_served
-    from posttrain.serve.limits import CallerLimits
-    from posttrain.serve.listen import listening
-
     token = "a-token-for-the-matrix"
     model, _ = make_served(folder, token=token, name="it")
     head = {"Authorization": f"Bearer {token}"}
+    asked = {"model": "it", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
     async with (
         listening(Server(model, CallerLimits()), "127.0.0.1", 0) as url,
-        aiohttp.ClientSession(headers=head) as s,
+        aiohttp.ClientSession(headers=head) as session,
+        session.post(f"{url}/completions", json=asked) as reply,
     ):
-        asked = {"model": "it", "prompt": "1+2", "max_tokens": 4, "temperature": 0}
-        async with s.post(f"{url}/completions", json=asked) as reply:
-            return await reply.json()
+        return await reply.json()
 
 
 def simply(*words: str) -> Callable[[Made], tuple[Ran, str]]:
     """A command whose answer is only read."""
 
     def played(made: Made) -> tuple[Ran, str]:
-        done = call(*(w.replace("RUN", str(made.folder)).replace("OTHER", str(made.other)) for w in words))
+        places = {"RUN": str(made.folder), "LONGER": str(made.longer), "OUT": str(made.scratch / "search.svg")}
+        done = call(*(places.get(word, word) for word in words))
         return done, "" if done.out.strip() or done.code else "no answer"
-
-    return played
-
-
-def searched(*words: str) -> Callable[[Made], tuple[Ran, str]]:
-    def played(made: Made) -> tuple[Ran, str]:
-        return call("eval", str(made.folder), *words, "--out", str(made.scratch / "search.svg")), ""
 
     return played
 
 
 COMMANDS: dict[str, Callable[[Made], tuple[Ran, str]]] = {
     "eval": simply("eval", "RUN"),
-    "eval --checkpoint best": simply("eval", "RUN", "--checkpoint", "best", "--samples", "2"),
+    "eval --checkpoint best": simply("eval", "RUN", "--checkpoint", "best"),
     "eval --ema": simply("eval", "RUN", "--ema"),
-    "eval search=vote": searched("search=vote.count=2"),
-    "eval search=best_of": searched("search=best_of.count=2", "search.by=verifier"),
-    "eval search=beam": searched("search=beam.width=2"),
+    "eval search=vote": simply("eval", "RUN", "search=vote.count=2", "--out", "OUT"),
+    "eval search=best_of": simply("eval", "RUN", "search=best_of.count=2", "search.by=verifier", "--out", "OUT"),
+    "eval search=beam": simply("eval", "RUN", "search=beam.width=2", "--out", "OUT"),
     "export": exported,
     "export --checkpoint best": lambda m: exported(m, "--checkpoint", "best"),
     "export --ema": lambda m: exported(m, "--ema"),
@@ -313,64 +312,81 @@ COMMANDS: dict[str, Callable[[Made], tuple[Ran, str]]] = {
     "show": simply("show", "RUN"),
     "show --eval": simply("show", "RUN", "--eval"),
     "show --episode": simply("show", "RUN", "--episode", "0"),
-    "show --compare": simply("show", "RUN", "--compare", "0", "2"),
     "summary": summary,
     "summary --markdown": lambda m: summary(m, "--markdown"),
-    "compare": simply("compare", "RUN", "OTHER"),
-    "compare itself": simply("compare", "RUN", "RUN"),
     "plot": plotted,
     "ladder --on": simply("ladder", "--on", "RUN", "--against", "grpo,ppo"),
     "resume": resumed,
+    "compare": simply("compare", "RUN", "LONGER"),
+    "show --compare": simply("show", "LONGER", "--compare", "2", "4"),
     "resume, whole": resumed_whole,
     "branch": branched,
 }
-REFUSED: dict[str, tuple[tuple[str, str], ...]] = {}
-"""Command -> (kinds, as a pattern; what the refusal says)."""
+NO_POLICY = "reward_model|lora_reward|averaged_reward"
+SEVERAL_TURNS = "calculator|shop|baseline_turnmean|baseline_anchormean"
+REFUSED: tuple[tuple[str, str, str], ...] = (
+    ("eval --ema|export --ema", r"(?!averaged).*", "holds no moving average"),
+    ("export --adapter", r"(?!lora|quantised|ranks_lora|averaged_reward|reward|prm_alone).*", "trained all weights"),
+    ("export --adapter", "lora|quantised|lora_ppo|ranks_lora", "over weights that it made"),
+    ("export --adapter", f"{NO_POLICY}|prm_alone", "holds a reward model, whose head is no part of an adapter"),
+    ("eval search.*", NO_POLICY, "and no policy before it"),
+    ("eval search.*", "judge", "has episodes with other seats"),
+    ("eval search.*", SEVERAL_TURNS, "has episodes of several turns"),
+    ("eval search=beam", "rlhf", "scores whole answers"),
+    ("eval search=beam", r"(?!prm).*", "has no reward model"),
+    ("serve", f"{NO_POLICY}|prm_alone", "posttrain serve sample from a policy"),
+    ("branch", f"{NO_POLICY}|prm_alone", "no policy starts from it"),
+    ("compare", f"{NO_POLICY}|prm_alone", "trained a reward model, which answers no held-out task"),
+    ("compare", "unmeasured", "has not been measured on held-out tasks"),
+    ("compare|show.*|ladder --on", "no_episodes", "record_episodes=true"),
+    ("eval.*|export|export --checkpoint best|compare", "unjudged", "env.rewards, which judge"),
+    ("eval search.*", "unjudged", "Give env.rewards"),
+    ("show --eval|show --compare", "prm_alone|unmeasured|reward_model|.*_reward", "has n"),
+    ("show --compare", ".*", "only answers to the same prompts are compared"),
+    ("ladder --on", f"{NO_POLICY}|prm_alone|sft|unmeasured|dpo|simpo|reject|unjudged", "has no reinforcement stage"),
+    ("ladder --on", "distill_hint|mixture_hint|baseline_implicit", "cannot be evaluated on step"),
+)
+"""(commands, kinds, both as patterns; what the refusal says)."""
 
 
 def judged(made: Made, name: str) -> Cell:
+    """One command over one run."""
     began = time.perf_counter()
     try:
-        done, wrong = COMMANDS[name](made)
+        done, why = COMMANDS[name](made)
     except Exception:
-        done, wrong = Ran(1, "", traceback.format_exc()), ""
+        done, why = Ran(1, "", traceback.format_exc()), ""
     told = f"{done.out}\n{done.err}"
-    last = done.err.strip().splitlines()[-1] if done.err.strip() else ""
-    if done.code == 0:
-        found = WRONG.search(told)
-        why = wrong or (f"it says {found[0]!r}" if found else "")
-        state = "wrong" if why else "right"
+    never = WRONG.search(told)
+    expected = any(re.fullmatch(c, name) and re.fullmatch(k, made.kind) and part in told for c, k, part in REFUSED)
+    if done.code:
+        state = "refused" if expected and done.code in (2, 4, 5) and not never else "wrong"
+        why = f"[{done.code}] {(done.err.strip().splitlines() or [''])[-1]}"
     else:
-        found = WRONG.search(told)
-        expected = any(re.fullmatch(kinds, made.kind) and part in told for kinds, part in REFUSED.get(name, ()))
-        state = "refused" if expected and done.code in (2, 4, 5) and not found else "wrong"
-        why = f"[{done.code}] {last}"
-    return Cell(made.kind, name, "", state, why, round(time.perf_counter() - began, 2))
+        why = why or (f"it says {never[0]!r}" if never else "")
+        state = "wrong" if why else "right"
+    return Cell(made.kind, name, state, why, round(time.perf_counter() - began, 2))
 
 
 # --- many -------------------------------------------------------------------------------------------------------------
 
 
-def play(kind: str, folder: Path, other: Path, commands: Sequence[str]) -> list[Cell]:
+def play(kind: str, folder: Path, commands: Sequence[str]) -> list[Cell]:
     """Play a run of this kind, and the commands over it."""
     run, began = folder / kind, time.perf_counter()
     done = call("run", *shlex.split(KINDS[kind]), "--out", str(run))
     why = "" if done.code == 0 else f"[{done.code}] {done.err.strip()[-1500:]}"
-    cells = [Cell(kind, "run", KINDS[kind], "wrong" if why else "right", why, round(time.perf_counter() - began, 2))]
+    cells = [Cell(kind, "run", "wrong" if why else "right", why, round(time.perf_counter() - began, 2))]
     if why:
         return cells
-    for name in commands:
-        scratch = Path(tempfile.mkdtemp(dir=folder))
-        cells.append(judged(Made(kind, run, scratch, other), name))
-    return cells
+    return cells + [judged(Made(kind, run, Path(tempfile.mkdtemp(dir=folder))), name) for name in commands]
 
 
-def _work(kind: str, folder: str, other: str, commands: Sequence[str]) -> list[Cell]:
+def _work(kind: str, folder: str, commands: Sequence[str]) -> list[Cell]:
     import torch
 
     torch.set_num_threads(1)
-    os.chdir(folder)
-    return play(kind, Path(folder), Path(other), commands)
+    return play(kind, Path(folder), commands)
 
 
 def many(kinds: Sequence[str], commands: Sequence[str], jobs: int, folder: Path) -> Iterator[Cell]:
@@ -378,18 +394,14 @@ def many(kinds: Sequence[str], commands: Sequence[str], jobs: int, folder: Path)
     os.environ["OMP_NUM_THREADS"] = "1"
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn, max_tasks_per_child=1) as pool:
-        pool.submit(_work, "arithmetic", str(folder), str(folder / "arithmetic"), ()).result()
-        (folder / "other").mkdir()
-        (folder / "arithmetic").rename(folder / "other" / "arithmetic")
-        other = str(folder / "other" / "arithmetic")
-        for done in as_completed([pool.submit(_work, kind, str(folder), other, commands) for kind in kinds]):
+        for done in as_completed([pool.submit(_work, kind, str(folder), commands) for kind in kinds]):
             yield from done.result()
 
 
 def drawn(seed: int, count: int) -> list[str]:
-    """So many kinds, and one command of a kind as often as another."""
-    rng = seeds.generator(seed, "command-matrix")
-    return [list(KINDS)[i] for i in sorted(rng.choice(len(KINDS), count, replace=False))]
+    """So many kinds."""
+    chosen = seeds.generator(seed, "command-matrix").choice(len(KINDS), count, replace=False)
+    return [list(KINDS)[i] for i in sorted(chosen)]
 
 
 def main() -> None:

@@ -34,11 +34,11 @@ from posttrain.core.over_ranks import RankOptions, check_ranks, torchrun_restart
 from posttrain.core.placement import check_machine
 from posttrain.core.ports import Environment
 from posttrain.core.reader import folder_of, run_file
-from posttrain.core.run import BUILT_CONTEXT, Run
+from posttrain.core.run import BUILT_CONTEXT, MIXTURES, Run
 from posttrain.core.shell import command_line
 from posttrain.engine.folder import read_config
 from posttrain.engine.locate import check_source, locate
-from posttrain.engine.state_kinds import refuse_vllm
+from posttrain.engine.state_kinds import refuse_same_bits, refuse_vllm
 from posttrain.engine.vllm import installed
 from posttrain.environment.make import environment as named_environment
 from posttrain.recipe.recipes import listed
@@ -243,7 +243,7 @@ def check_early(run: Run, own: Path | None = None) -> None:
         own: the folder of a run that goes on. A branch keeps there what it began with.
     """
     check_trackers(run)
-    _check_served_state(run, own)
+    _check_architecture(run, own)
     check_installed(run)
     check_frozen(run.model.lora, run.model.quantize)
     check_reward_models(run)
@@ -254,15 +254,21 @@ def check_early(run: Run, own: Path | None = None) -> None:
         check_lengths(run, run.model.context or BUILT_CONTEXT)
 
 
-def _check_served_state(run: Run, own: Path | None) -> None:
-    """ConfigError where vLLM is to serve a model with a recurrent state whose weights could not be checked there."""
-    if isinstance(run.engine, Embedded) or run.model.path is None:
+def _check_architecture(run: Run, own: Path | None) -> None:
+    """ConfigError where vLLM is to serve a model with a recurrent state whose weights could not be checked there, or
+    the embedded engine is to compute the same bits for a model that it computes in batches of any shape."""
+    same_bits = isinstance(run.engine, Embedded) and (run.deterministic or run.exact)
+    if run.model.path is None:
+        if same_bits and run.model.arch in MIXTURES:
+            refuse_same_bits({"model_type": run.model.arch, "num_experts": run.model.experts})
+        return
+    if isinstance(run.engine, Embedded) and not same_bits:
         return
     source = run_source(run.model.path)
     kept = own or (None if source is None else source[0])
     file = (kept / MODEL if kept is not None else Path(locate(run.model.path))) / "config.json"
     if file.is_file():  # of a hub id nothing is here yet: `engines` asks again before vLLM starts
-        refuse_vllm(read_config(file))
+        (refuse_same_bits if same_bits else refuse_vllm)(read_config(file))
 
 
 def check_installed(run: Run) -> None:

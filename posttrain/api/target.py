@@ -173,8 +173,8 @@ def adapter_base(folder: Path) -> str:
         raise ConfigError(f"{folder} trained all weights, so there is no adapter to write: leave --adapter out")
     if model.path is None or run_source(model.path) is not None:
         raise ConfigError(
-            f"{folder} trained an adapter over weights that another run learned, and PEFT wants them as a model"
-            " directory. Leave --adapter out, and the merged model is written"
+            f"{folder} trained an adapter over weights that {'it' if model.path is None else 'another run'} made, and"
+            " PEFT wants them as a model directory. Leave --adapter out, and the merged model is written"
         )
     saved = saved_adapter(model.path)
     return model.path if saved is None else saved.base

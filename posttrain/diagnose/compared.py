@@ -143,6 +143,8 @@ def _remedy(of: RunOutcome, found: StageOutcome | None) -> str:
         return f"Its agreement with judgements: {command_line('eval', of.folder)}"
     if found is not None and not found.stage.eval:
         return f"Start it with {found.name}.eval=true"
+    if found is not None and found.done:
+        return "Start it with env.rewards, which judge the answers to held-out prompts"
     return f"Let it go on to its end: {command_line('run', '--resume', of.folder)}"
 
 

@@ -41,12 +41,11 @@ from posttrain.engine.sharded_layers import prove_layers
 from posttrain.engine.sharded_scoring import divided
 from posttrain.engine.sharded_sharing import prove
 from posttrain.engine.sharing import Sharing
+from posttrain.engine.state_kinds import EXPERTS
 from posttrain.engine.stateful import is_stateful
 
 NARROW = (torch.bfloat16, torch.float16)
 """Types of weights that are cut, summed and updated in float32, and computed in their own."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Config fields that say how many experts a layer has."""
 
 T = TypeVar("T")
 Filler = Callable[[Any, str, Tensor, int, torch.dtype], None]

@@ -1,4 +1,5 @@
-"""Which architectures keep a recurrent state, read from config.json alone: before weights are loaded, without torch."""
+"""Which architectures keep a recurrent state or have experts, read from config.json alone: before weights are loaded,
+without torch."""
 
 from __future__ import annotations
 
@@ -75,6 +76,23 @@ def refuse_vllm(config: Mapping[str, Any]) -> None:
             f"engine=vllm with {kind}: the model keeps a recurrent state, and vLLM {why}, so the weights that it"
             " computes with could not be compared with those that are sent. Set engine=embedded, or take a model whose"
             " layers all attend"
+        )
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Config fields that say how many experts a layer has."""
+
+
+def refuse_same_bits(config: Mapping[str, Any]) -> None:
+    """ConfigError where the embedded engine computes a model of this config.json in batches of any shape."""
+    parts = [p for p in (config, config.get("text_config")) if isinstance(p, Mapping)]
+    counts = [p.get(field) for p in parts for field in EXPERTS]
+    routes = any(isinstance(n, int) and n > 1 for n in counts)
+    if routes or keeps_state(config):
+        how = "routes tokens to experts" if routes else "keeps a recurrent state, and is computed"
+        raise ConfigError(
+            f"deterministic=true and exact=true: {config.get('model_type')} {how} in batches of any shape, so that bits"
+            " depend on neighbours. Set deterministic=false exact=false"
         )
 
 

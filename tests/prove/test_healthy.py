@@ -4,10 +4,11 @@ repeats."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
-from benchmarks import healthy_preferences
+from benchmarks import command_matrix, healthy_preferences
 from benchmarks.healthy import draw, line, many
 from benchmarks.healthy_learner import draws_learner
 
@@ -51,3 +52,12 @@ def test_no_healthy_run_that_learns_from_judgements_is_stopped() -> None:
     outcomes = healthy_preferences.many(SEED, range(count), jobs=int(os.environ.get("POSTTRAIN_HEALTHY_JOBS", "2")))
     assert not [line(o, o.index, count) for o in outcomes if o.refused or (o.stopped and o.healthy)]
     assert len(outcomes) == count and sum(o.steps for o in outcomes) >= 10 * sum(not o.stopped for o in outcomes)
+
+
+def test_every_command_answers_over_runs_of_kinds_that_are_drawn(tmp_path: Path) -> None:
+    """Right, or refused with the sentence that is expected. All kinds: python -m benchmarks.command_matrix."""
+    kinds = command_matrix.drawn(SEED, int(os.environ.get("POSTTRAIN_KINDS", "3")))
+    print(f"seed {SEED}: python -m benchmarks.command_matrix --dry --kinds {','.join(kinds)} plays these again")
+    cells = [*command_matrix.many(kinds, [*command_matrix.COMMANDS], 2, tmp_path)]
+    assert not [c for c in cells if c.state == "wrong"]
+    assert {c.kind for c in cells} == {*kinds} and len(cells) == len(kinds) * (1 + len(command_matrix.COMMANDS))

@@ -44,6 +44,12 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "hub": (["run", "grpo", "model=no-such-owner/no-such-model"], "the hub cannot be reached"),
     "engine": (["run", "grpo", "engine=vllm"], "vllm is not installed"),
     "fault": (["run", "ladder", "fault=std_dof"], "did you mean 'std_ddof'?"),
+    "bits of a mixture": (["run", "ladder", "model.arch=mixtral", "deterministic=true"], "mixtral routes tokens"),
+    "exact bits of one": (
+        ["run", "ladder", "model.arch=qwen3_moe", "exact=true"],
+        "Set deterministic=false exact=false",
+    ),
+    "bits of a state": (["run", "grpo", "model=rwkv", "deterministic=true"], "rwkv keeps a recurrent state"),
     "folder": (["run", "ladder", "--out", "here"], "is not empty"),
     "resume": (["run", "--resume", "here"], "here"),
     "trust": (["run", "ladder", "--trust"], "give it with --resume"),
@@ -86,6 +92,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], list[s
     folder = tmp_path_factory.mktemp("wrong")
     (folder / "here").mkdir()
     (folder / "here" / "notes.txt").write_text("mine")
+    (folder / "rwkv").mkdir()
+    (folder / "rwkv" / "tokenizer.json").write_text("{}")
+    (folder / "rwkv" / "config.json").write_text('{"model_type": "rwkv"}')
     (folder / "bad.jsonl").write_text('{"question": "2+2"}\n')
     (folder / "mine.py").write_text("def reward(task, text):\n    return 1.0\n")
     done = subprocess.run(

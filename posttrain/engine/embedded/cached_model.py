@@ -23,10 +23,9 @@ from posttrain.engine.embedded.slots import Slots
 from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.kernels import kernel
 from posttrain.engine.routing import Routing, routers_of
+from posttrain.engine.state_kinds import refuse_same_bits
 from posttrain.engine.wide_head import prove_logits
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Config fields in which architectures store the number of experts of a layer."""
 PREFILL_WASTE = 0.01
 """Most padding of dense prefill, as a share of the positions it computes."""
 
@@ -57,7 +56,7 @@ class CachedModel:
                 f"{type(module).__name__} keeps a recurrent state, so it cannot draft. Leave engine.draft out"
             )
         if rows is not None:
-            _check_deterministic(module)
+            refuse_same_bits(module.config.to_dict())
         where = self.read_out.weight.device
         self.kernels: KernelChoice = kernels
         mixture = routers_of(module) is not None
@@ -139,12 +138,3 @@ class CachedModel:
 
     def _to(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy(x).to(self.pool.device)
-
-
-def _check_deterministic(module: PreTrainedModel) -> None:
-    config = module.config.get_text_config(decoder=True)
-    if any((getattr(config, field, None) or 0) > 1 for field in EXPERTS):
-        raise EngineError(
-            f"{type(module).__name__} routes tokens to experts in batches of any shape: bits depend on neighbours. Set"
-            " deterministic=false"
-        )

@@ -25,6 +25,7 @@ from posttrain.engine.embedded.cached_model import CachedModel
 from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.slots import Slots
 from posttrain.engine.embedded.weights import replace_weights
+from posttrain.engine.state_kinds import refuse_same_bits
 from posttrain.engine.stateful import BATCH, RowLayout, rows_alone
 from posttrain.engine.wide_head import prove_logits
 
@@ -47,10 +48,7 @@ class RecomputedModel(CachedModel):
         kernels: KernelChoice = "auto",
     ) -> None:
         if rows is not None:
-            raise EngineError(
-                f"{type(module).__name__} keeps a recurrent state, and the embedded engine computes its sequences in"
-                " batches of any shape: bits depend on neighbours. Set deterministic=false"
-            )
+            refuse_same_bits(module.config.to_dict())
         self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.read_out, _ = accept(module, context)
         prove_logits(self.read_out)
