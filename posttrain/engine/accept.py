@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.core.errors import EngineError
-from posttrain.engine.adopt import WANTED, as_built, route_attention
+from posttrain.engine.adopt import as_built, route_attention
 from posttrain.engine.attention import PackedLayout, dense_attention
 from posttrain.engine.readout import CANARY, ReadOut, check_read_out, positions, read_out
 from posttrain.engine.routing import Routing, following, routers_of
+from posttrain.engine.state_kinds import WANTED
 from posttrain.engine.stateful import RowLayout, is_stateful, rows_alone
 
 TRIES = 3

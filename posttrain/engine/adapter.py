@@ -56,7 +56,7 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
             f" {type(module).__name__} has more than {widest:,} rows or columns. Usual ranks are 8 to 256"
         )
     module.requires_grad_(False)
-    names = linear_names(module)
+    every, names = _linear(module), linear_names(module)
     with torch.random.fork_rng(devices=[] if module.device.type == "cpu" else None):
         torch.manual_seed(seed)
         try:
@@ -66,11 +66,15 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
                 f"model.lora.targets={','.join(lora.targets)}: {type(module).__name__} has no such linear layers. Its"
                 f" linear layers are {', '.join(names)}"
             ) from error
-    if other := [n for n, layer in layers(module).items() if type(layer).__name__ == "ParamWrapper"]:
+    kinds = {n: type(layer).__name__ for n, layer in layers(module).items()}
+    left = [n for n in every if n not in kinds] if lora.targets == (ALL_LINEAR,) else []
+    if other := [n for n, kind in kinds.items() if kind == "ParamWrapper"] or left:
+        fit = dict.fromkeys(n.rpartition(".")[2] for n in kinds if n not in other)
         raise ConfigError(
-            f"model.lora.targets={','.join(lora.targets)}: {other[0]} of {type(module).__name__} is no linear layer."
-            " Experts and routers of a mixture are parameters of another form, and adapters on them are not built. Its"
-            f" linear layers are {', '.join(names)}"
+            f"model.lora.targets={','.join(lora.targets)}: {other[0]} of {type(module).__name__} can have no adapter."
+            " Experts and routers of a mixture are parameters of another form than linear layers, adapters on them are"
+            " not built, and PEFT takes layers that have their names for them. Set"
+            f" model.lora.targets={','.join(fit or (n for n in names if n not in lora.targets))}"
         )
     if isinstance(read_out(module).head, _tuner_layer()):
         raise ConfigError(
@@ -86,7 +90,7 @@ def _config(lora: Lora, module: PreTrainedModel) -> Any:
     from peft import LoraConfig
 
     mixture = any(p.ndim == 3 for p in module.parameters())  # to PEFT their experts and routers are linear too
-    every: str | list[str] = linear_names(module) if mixture else ALL_LINEAR
+    every: str | list[str] = _linear(module) if mixture else ALL_LINEAR
     targets = every if lora.targets == (ALL_LINEAR,) else list(lora.targets)
     return LoraConfig(
         r=lora.rank,
@@ -102,10 +106,13 @@ def _config(lora: Lora, module: PreTrainedModel) -> Any:
 
 def linear_names(module: PreTrainedModel) -> list[str]:
     """Last words of the names of the decoder's linear layers, each once."""
+    return list(dict.fromkeys(n.rpartition(".")[2] for n in _linear(module)))
+
+
+def _linear(module: PreTrainedModel) -> list[str]:
+    """The decoder's linear layers. Their last words may name a mixture's experts too, which PEFT would adapt."""
     head = read_out(module).head
-    linear = (nn.Linear, Conv1D)
-    found = (n for n, m in module.named_modules() if isinstance(m, linear) and m is not head)
-    return list(dict.fromkeys(n.rpartition(".")[2] for n in found))
+    return [n for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
 
 
 def _tuner_layer() -> type[BaseTunerLayer]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from posttrain.core.errors import EngineError
 from posttrain.engine import attention
+from posttrain.engine.state_kinds import WANTED
 
 REROUTED = ("gptj", "codegen", "gpt_neo", "gpt_neox_japanese", "falcon", "xglm")
 """Model types whose attention is replaced: transformers builds them with its plain attention (`implementation`), and
@@ -81,10 +82,6 @@ def as_built(module: PreTrainedModel) -> Iterator[None]:
 
 METHODS = ("_attn", "forward")
 """What `route_attention` replaces on an attention module."""
-WANTED = (
-    "Use a decoder-only causal LM with full or sliding-window attention in every layer (Llama, Qwen3, Mistral, Gemma,"
-    " GPT-2, ...)"
-)
 
 
 def _attended(

@@ -28,6 +28,7 @@ from posttrain.core.errors import EngineError
 from posttrain.engine import native, plain, segments
 from posttrain.engine.kernels import Kernel, add_forms, kernel
 from posttrain.engine.segments import Runs
+from posttrain.engine.state_kinds import WANTED
 
 NAME = "posttrain"
 WASTE = 0.12
@@ -136,8 +137,8 @@ def attend(
     if attention_mask is not None:
         raise EngineError(
             f"attention {NAME!r} takes no attention_mask: the layout says who attends to whom. Pass"
-            f" attention_mask=None; a {type(module).__name__} that makes a mask of its own cannot be served. Use"
-            " another architecture then"
+            f" attention_mask=None; a {type(module).__name__} that makes a mask of its own cannot be served."
+            f" {WANTED}"
         )
     if dropout:
         raise EngineError(
@@ -146,7 +147,7 @@ def attend(
     if more := [n for n, x in kwargs.items() if isinstance(x, Tensor | tuple | list) and n not in HARMLESS]:
         raise EngineError(
             f"{type(module).__name__} changes its attention scores by {', '.join(more)}, which {NAME!r} does not apply."
-            " Use another architecture"
+            f" {WANTED}"
         )
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise EngineError(f"{type(module).__name__} is not causal: {NAME!r} serves decoder-only language models")

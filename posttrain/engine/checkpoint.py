@@ -19,10 +19,10 @@ from transformers import (
 
 from posttrain.core.errors import ConfigError, DataError, EngineError, PosttrainError
 from posttrain.engine import attention
-from posttrain.engine.adopt import WANTED, implementation
+from posttrain.engine.adopt import implementation
 from posttrain.engine.folder import examine
 from posttrain.engine.locate import locate
-from posttrain.engine.state_kinds import keeps_state
+from posttrain.engine.state_kinds import WANTED, keeps_state
 from posttrain.engine.vocabulary import quiet
 
 

@@ -18,6 +18,7 @@ from posttrain.core.errors import EngineError
 from posttrain.engine.attention import Layout, PackedLayout, using
 from posttrain.engine.look_up import LookUp
 from posttrain.engine.select_rows import rows_at
+from posttrain.engine.state_kinds import WANTED
 from posttrain.engine.transform import logits as head_logits
 
 SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": False}
@@ -196,7 +197,7 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
     if not gap <= bound:
         raise EngineError(
             f"{type(module).__name__}: its logits differ from head(decoder(ids)) by {gap:.3g} (bound {bound:.3g}), so"
-            " it does something between decoder and logits that posttrain does not know. Use another architecture, or"
+            f" it does something between decoder and logits that posttrain does not know. {WANTED}, or"
             f" add its scale or cap to `SCALES` in {__name__}"
         )
     return gap

@@ -8,6 +8,11 @@ from typing import Any
 
 from posttrain.core.errors import ConfigError, EngineError
 
+WANTED = (
+    "Use a decoder-only causal LM with full or sliding-window attention in every layer: Llama, Qwen3, Mistral, Gemma,"
+    " GPT-2, ..., and of mixtures of experts Qwen3-MoE, Mixtral, DeepSeek-V3, ... (docs/models.md)"
+)
+"""What a refusal of an architecture says to do."""
 ALWAYS = ("falcon_h1", "falcon_mamba", "kimi_linear", "mamba", "mamba2", "rwkv", "zamba2")
 """Model types of which every model keeps a state, and which are computed sequence by sequence."""
 BY_LAYERS = (
@@ -62,8 +67,8 @@ def keeps_state(config: Mapping[str, Any]) -> bool:
         what = f" (layers of kind {', '.join(states)})" if states else ""
         raise EngineError(
             f"{kind} keeps a recurrent state{what}, and it was not shown that a batch of its sequences equals each of"
-            " them alone: gradients could be those of other sequences. Use a model whose layers all attend (Llama,"
-            f" Qwen3, Mistral, Gemma, ...), or one of {', '.join(KNOWN)}"
+            f" them alone: gradients could be those of other sequences. {WANTED}, or one of"
+            f" {', '.join(KNOWN)}"
         )
     return False
 

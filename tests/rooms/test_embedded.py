@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 from embedded_parts import FAMILIES, ROPE, V, ask, engine, module, one_thread, prompts, reference_logp, sampling
 
-from posttrain.core.errors import DataError, EngineError
+from posttrain.core.errors import ConfigError, DataError, EngineError
 from posttrain.core.types import Stop
 from posttrain.engine import attention
 from posttrain.engine.embedded import EmbeddedEngine
@@ -322,7 +322,7 @@ def test_models_that_cannot_be_served() -> None:
     with pytest.raises(EngineError, match="T5.*encoder-decoder"):
         EmbeddedEngine(tf.T5ForConditionalGeneration(tf.T5Config(**tiny)), slots=1, context=8)
     mamba = tf.MambaForCausalLM(tf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=V, state_size=4))
-    with pytest.raises(EngineError, match="Mamba.*deterministic=false"):
+    with pytest.raises(ConfigError, match="mamba keeps.*deterministic=false"):
         EmbeddedEngine(mamba, slots=1, context=8, deterministic=True)
     with pytest.raises(EngineError, match="exceeds the 256 positions"):
         engine(context=257)
@@ -333,7 +333,7 @@ def test_models_that_cannot_be_served() -> None:
     longer = tf.LlamaConfig(**dynamic, original_max_position_embeddings=64)
     with pytest.raises(EngineError, match="dynamic rope"):
         EmbeddedEngine(tf.LlamaForCausalLM(longer), slots=1, context=128)
-    with pytest.raises(EngineError, match="experts"):
+    with pytest.raises(ConfigError, match="experts"):
         experts = tf.MixtralConfig(**ROPE, num_local_experts=2, num_experts_per_tok=1)
         EmbeddedEngine(tf.MixtralForCausalLM(experts), slots=1, context=64, deterministic=True)
 

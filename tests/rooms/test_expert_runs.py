@@ -14,13 +14,16 @@ from transformers import AutoModelForCausalLM
 
 import posttrain
 from posttrain.core import reader
+from posttrain.core.adapter import ALL_LINEAR, Lora
 from posttrain.core.certificate import CERTIFICATE, verify_certificate
 from posttrain.core.errors import ConfigError
 from posttrain.core.run import Model, Optimizer, Run
+from posttrain.engine import adapter
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import load_policy
 from posttrain.engine.optimizer import StageOptimizer
+from tests import families
 from tests.prove.test_kill_sweep import digest, finish, instants, kill_after, resume, start
 from tests.rooms.engine_parts import ALPHABET
 from tests.rooms.test_experts import ARCHS, MIXTURE, moe_run, weights
@@ -133,3 +136,21 @@ def test_an_adapter_of_a_mixture_trains_its_attention_alone(tmp_path: Path) -> N
 def test_an_adapter_of_experts_or_routers_is_refused_by_name(target: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"model.lora.targets={target}.*q_proj"):
         posttrain.run(moe_run(), "model.lora.rank=2", f"model.lora.targets={target}", out=tmp_path / "r", quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [("qwen2_moe", ""), ("deepseek_v3", "q_a_proj,.*,o_proj"), ("qwen3_next", "in_proj_qkvz,.*,o_proj")],
+)
+def test_all_linear_takes_the_linear_layers_of_a_mixture_or_says_which_targets_work(family: str, wanted: str) -> None:
+    """Of some families PEFT takes every layer that is called as an expert was for the experts."""
+    module, every = families.build(families.config(family)), Lora(rank=2, targets=(ALL_LINEAR,))
+    if not wanted:
+        adapter.attach(module, every, 0)
+        assert any("shared_expert.up_proj" in name for name in adapter.layers(module))
+        return
+    with pytest.raises(ConfigError, match=f"Set model.lora.targets={wanted}") as told:
+        adapter.attach(module, every, 0)
+    module, targets = families.build(families.config(family)), str(told.value).rpartition("=")[2].split(",")
+    adapter.attach(module, replace(every, targets=tuple(targets)), 0)
+    assert {n.rpartition(".")[2] for n in adapter.layers(module)} == {*targets}
