@@ -237,7 +237,8 @@ def over(made: Made) -> list[str]:
 def resumed(made: Made) -> tuple[Ran, str]:
     """Two more steps, in a copy beside it."""
     shutil.copytree(made.folder, made.longer)
-    stage: Any = reader.run_file(made.folder).run.stage(made.last)
+    run: Any = reader.run_file(made.folder).run
+    stage = run.stage(made.last)
     more = [f"{made.last}.steps={stage.steps + 2}"]
     more += [f"{made.last}.rounds={stage.rounds + 2}"] if isinstance(stage, Rejection) else []
     before = len(reader.steps(made.longer))
