@@ -226,8 +226,8 @@ def _rewards(recipe: str, one: Any) -> list[str]:
 # --- playing one ------------------------------------------------------------------------------------------------------
 
 
-def play(run: Drawn, folder: Path, scratch: Path) -> Outcome:
-    """Run it in `folder`; models that several runs need are trained once into `scratch`."""
+def play(run: Drawn, folder: Path, scratch: Path, **over: Any) -> Outcome:
+    """Run it in `folder`; models that several runs need are trained once into `scratch`. `over`: the ranks."""
     begun = time.perf_counter()
     words = list(run.words)
     told: dict[str, Any] = {}
@@ -235,7 +235,7 @@ def play(run: Drawn, folder: Path, scratch: Path) -> Outcome:
         if run.needs:
             second = _second(run, scratch)
             words.append(f"rl.reference={second}" if run.needs == "teacher" else f"engine.draft={second}")
-        posttrain.run(run.recipe, *words, out=folder / "run", quiet=True)
+        posttrain.run(run.recipe, *words, out=folder / "run", quiet=True, **over)
         if run.resumed:
             posttrain.run(resume=next((folder / "run/checkpoints").glob("*-rl-000004")), quiet=True)
     except ConfigError as error:

@@ -162,12 +162,12 @@ def _reward_model(rng: np.random.Generator, one: Any, world: str) -> list[str]:
 LEARNERS = {"preference": _preference, "online": _online, "reward_model": _reward_model}
 
 
-def play(run: DrawnRun, folder: Path) -> Outcome:
-    """Run it in `folder`."""
+def play(run: DrawnRun, folder: Path, **over: Any) -> Outcome:
+    """Run it in `folder`. `over`: the ranks."""
     begun, told = time.perf_counter(), dict[str, Any]()
     name, words = f"{run.stage}/{run.world}", list(run.words)
     try:
-        posttrain.run(base(run.stage, run.world), *words, out=folder / "run", quiet=True)
+        posttrain.run(base(run.stage, run.world), *words, out=folder / "run", quiet=True, **over)
     except ConfigError as error:
         told["stopped" if (folder / "run/run.json").exists() else "refused"] = str(error)
     except PosttrainError as error:

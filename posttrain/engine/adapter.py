@@ -63,8 +63,8 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
             inject_adapter_in_model(_config(lora, module), module, NAME)
         except ValueError as error:
             raise ConfigError(
-                f"model.lora.targets={','.join(lora.targets)}: {type(module).__name__} has no such linear layers. Its"
-                f" linear layers are {', '.join(names)}"
+                f"model.lora.targets={','.join(lora.targets)}: PEFT puts no such adapters into {type(module).__name__}"
+                f" ({str(error).splitlines()[0]}). Its linear layers are {', '.join(names)}"
             ) from error
     kinds = {n: type(layer).__name__ for n, layer in layers(module).items()}
     left = [n for n in every if n not in kinds] if lora.targets == (ALL_LINEAR,) else []

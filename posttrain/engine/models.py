@@ -288,6 +288,9 @@ def prepared(
     context = _context(model, module, most)
     if _emulated(module):
         notes += [_EMULATED]
+    asked = module.config.get_text_config(decoder=True)
+    if getattr(asked, "output_router_logits", False) and (coef := getattr(asked, "router_aux_loss_coef", 0)):
+        notes += [_BALANCE.format(coef)]
     if is_stateful(module):
         notes += [_STATE, *prepare(module)]
     if here is not None:
@@ -321,6 +324,11 @@ def _emulated(module: PreTrainedModel) -> bool:
     return supported is None or not supported()
 
 
+_BALANCE = (
+    "its config asks for a load-balance loss (output_router_logits=true, router_aux_loss_coef={0:g}), which is not read"
+    " from there: a stage of reinforcement adds one with router_aux_loss_coef={0:g}, and imitation, preferences and"
+    " reward models have none (docs/experts.md)"
+)
 _STATE = "the model keeps a recurrent state, so each sequence is computed in a row of its own and nothing is shared"
 
 
