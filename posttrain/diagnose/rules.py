@@ -21,7 +21,7 @@ from posttrain.diagnose import round_rules as round_rules
 from posttrain.diagnose.rule import PLAYED_RULES as PLAYED_RULES
 from posttrain.diagnose.rule import ROUND_RULES as ROUND_RULES
 from posttrain.diagnose.rule import RULES as RULES
-from posttrain.diagnose.rule import Finding, last, mean, played_rule, rule
+from posttrain.diagnose.rule import Finding, known, last, mean, played_rule, rule
 
 
 def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePreference) -> list[Finding]:
@@ -38,6 +38,12 @@ def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePrefe
     return [Finding(n, said) for n, condition in RULES.items() if (said := condition(history, stage))]
 
 
+def _still(steps: Sequence[Step]) -> bool:
+    """Whether these steps were measured and changed nothing that the policy says: where it is certain of every token,
+    as under top_k=1, values alone may learn."""
+    return not any(known(steps, "policy/kl_step") or (1.0,))
+
+
 @rule
 def old_policy_is_the_new_one(history: Sequence[Step], stage: Reinforce) -> str:
     """There are several optimizer steps on the same samples, but no token's log-prob differs from the start of the step
@@ -51,7 +57,9 @@ def old_policy_is_the_new_one(history: Sequence[Step], stage: Reinforce) -> str:
         and mean(s, "policy/kl_start") is not None
         and mean(s, "credit/advantage_abs")
     ]
-    if len(recent) < 3 or any(s.gauges["policy/kl_start"].sum != 0 for s in recent):
+    if len(recent) < 3 or _still(recent):
+        return ""
+    if any(s.gauges["policy/kl_start"].sum != 0 for s in recent):
         return ""
     return (
         "later optimizer steps of a step find the policy exactly where it started, for three steps: the old log-probs"
@@ -65,7 +73,7 @@ def reference_follows(history: Sequence[Step], stage: Reinforce) -> str:
     """The policy changes, but its distance to the reference is exactly 0."""
     distances = last(history, "policy/kl_reference", 4)
     moved = [s for s in history[-4:] if s.gauges["optim/steps"].sum >= 1 and s.gauges["optim/grad_norm"].mean > 1e-6]
-    if len(distances) < 4 or len(moved) < 4 or any(distances):
+    if len(distances) < 4 or len(moved) < 4 or any(distances) or _still(moved):
         return ""
     return (
         "the policy has moved for four steps and its KL to the reference is still exactly 0: the reference is the"

@@ -283,6 +283,12 @@ def test_a_healthy_log_is_not_spoken_about(name: str) -> None:
     assert said(HEALTHY_LOGS[name]) == {}
 
 
+def test_a_policy_that_is_certain_of_every_token_has_an_old_policy_and_a_reference_of_its_own() -> None:
+    """PPO under top_k=1: values learn, and no log-prob can move."""
+    still = log(8, optim__steps=steady(2), **{f"policy__kl_{of}": steady(0) for of in ("start", "step", "reference")})
+    assert not {"old_policy_is_the_new_one", "reference_follows"} & said(still, replace(STAGE, minibatches=2)).keys()
+
+
 def test_all_rules_together_take_less_than_a_millisecond() -> None:
     steps = log(72)
     best = 1.0
