@@ -99,8 +99,8 @@ def test_preferences(kind: str, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Run, dict[str, Any]]] = {
-    "has no plan of whole experts": (run_of(), EXPERTS),
-    "3 ranks cannot share 8 experts": (mixture(), EXPERTS | {"nproc": 3}),
+    "shares whole experts, and model.arch=qwen3 has none": (run_of(), EXPERTS),
+    "3 ranks cannot share model.experts=8": (mixture(), EXPERTS | {"nproc": 3}),
     "copies of such weights are not built": (mixture(), EXPERTS | {"replicas": 2}),
     "computes in float32 so far": (mixture({"dtype": "bfloat16"}), EXPERTS),
     "--parallel experts": (mixture(), {"nproc": 2}),

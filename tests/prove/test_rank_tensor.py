@@ -80,7 +80,7 @@ def test_preferences(tmp_path: Path) -> None:
 
 REFUSED: dict[str, Run] = {
     "has no plan of columns and rows": run_of({"arch": "gpt2", "kv_heads": 2}),
-    "2 ranks cannot share 1 heads": run_of(),
+    "2 ranks cannot share model.kv_heads=1": run_of(),
 }
 
 
