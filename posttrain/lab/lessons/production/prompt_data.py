@@ -1,0 +1,182 @@
+"""Page 18a: which prompts are worth a rollout."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from posttrain.core.ladder import GRPO
+from posttrain.core.run import Reinforce
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Readout,
+    Slider,
+    Values,
+    by_rules,
+    recorded,
+)
+from posttrain.toy.training import credit_by_pattern, mixed
+from posttrain.web.picture import Bars, Curve
+
+PROMPTS, TRIED = 1000, 8
+STAGES = (
+    "source",
+    "license, safety",
+    "verifier works",
+    "duplicates out",
+    "by pass rate",
+    "mixed",
+    "filter online",
+    "recycle",
+)
+HEALTHY = (1.0, 0.98, 0.95, 0.9)
+"""Shares that the first four stages keep in a healthy pipeline (our choice: they do not depend on the knobs)."""
+
+
+def shares(strength: float) -> np.ndarray:
+    """The policy's share of right answers for each prompt: difficulties are spread by two logits, and a stronger policy
+    solves more of all of them."""
+    difficulty = np.random.default_rng(7).normal(0, 2, PROMPTS)
+    return 1 / (1 + np.exp(difficulty - (strength - 50) / 12))
+
+
+def kept(p: np.ndarray, curation: float) -> np.ndarray:
+    """Which prompts stay: those that eight tries show to be neither always nor never solved are sure to; of the others
+    a share `curation` percent is thrown away."""
+    made = np.random.default_rng(3)
+    tries = made.binomial(TRIED, p)
+    useful = (tries > 0) & (tries < TRIED)
+    return useful | (made.random(PROMPTS) >= curation / 100)
+
+
+def wasted(strength: float, curation: float, k: int) -> tuple[float, int, float]:
+    """(share of rollouts in groups without spread, prompts kept, mean |credit| of a rollout)."""
+    p = shares(strength)
+    p = p[kept(p, curation)]
+    rewards = (np.random.default_rng(11).random((len(p), k)) < p[:, None]).astype(float)
+    credit = credit_by_pattern(GRPO, rewards)
+    return float(1 - mixed(rewards).mean()), len(p), float(np.abs(credit).mean())
+
+
+def compute(k: Values) -> Readout:
+    strength, curation, count = float(k["strength"]), float(k["curation"]), int(k["K"])
+    waste, left, signal = wasted(strength, curation, count)
+    p = shares(strength)
+    stays = kept(p, curation)
+    edges = np.linspace(0, 1, 11)
+    before, after = (np.histogram(x, edges)[0].astype(float).tolist() for x in (p, p[stays]))
+    flow = [PROMPTS * float(np.prod(HEALTHY[: i + 1])) for i in range(4)]
+    share = left / PROMPTS
+    flow += [flow[-1] * share] * 2 + [flow[-1] * share * (1 - waste)] * 2
+    made = np.random.default_rng(int(k["seed"]))
+    steps: dict[str, list[float]] = {
+        n: [] for n in ("rollout/solved", "rollout/reward", "rollout/mixed", "credit/silent")
+    }
+    for _ in range(8):
+        drawn = made.choice(p[stays], 32)
+        rewards = (made.random((32, count)) < drawn[:, None]).astype(float)
+        spread = float(mixed(rewards).mean())
+        for name, x in zip(steps, (rewards.mean(), rewards.mean(), spread, 1 - spread), strict=True):
+            steps[name].append(float(x))
+    said = by_rules(
+        recorded({**steps, "rollout/truncated": [0.0] * 8}),
+        Reinforce(name="rl", algorithm=GRPO, siblings=count),
+        "too_hard",
+        "too_easy",
+    )
+    return Readout(
+        pictures=(
+            Bars(
+                "Prompts by the policy's share of right answers",
+                [f"{x:.1f}" for x in edges[:-1]],
+                {"all": before, "kept": after},
+            ),
+            Curve(
+                "Wasted rollouts, by the strength of the policy",
+                list(range(0, 101, 10)),
+                {
+                    "no curation": [wasted(s, 0, count)[0] for s in range(0, 101, 10)],
+                    "as set": [wasted(s, curation, count)[0] for s in range(0, 101, 10)],
+                },
+                x_label="strength",
+                low=0,
+                high=1,
+                at=strength,
+            ),
+            Bars("What is left after each of eight stages", STAGES, {"prompts": flow}),
+        ),
+        sentence=f"**{left}** of {PROMPTS} prompts are kept. **{waste:.0%}** of the rollouts are in groups without spread: "
+        "they were asked for nothing.",
+        values={"kept": float(left), "wasted": waste, "credit a rollout": signal},
+        says=said,
+    )
+
+
+LESSON = Lesson(
+    number="18a",
+    name="data",
+    title="Prompts: which are worth a rollout?",
+    part="production",
+    force="signal",
+    minutes=7,
+    question="How many rollouts are wasted on prompts that teach nothing?",
+    idea="""
+        Prompts pass eight stages before they are trained on: source, license, a verifier that works on them, duplicates
+        and test questions taken out, a look at the pass rate, mixing, a filter while training, and reuse. The pass rate
+        decides most: a prompt that is always or never solved has groups without spread. Eight tries with the policy
+        itself show it. As the policy grows stronger, other prompts become the useful ones, so this is measured again.
+    """,
+    formula="signal of a prompt ~ p (1 - p)        keep those with 0 < right of 8 tries < 8",
+    knobs=(
+        Slider("strength", "strength of the policy", 50, 0, 100, 5),
+        Slider("curation", "curation: useless prompts thrown away, %", 50, 0, 100, 5),
+        Slider("K", "K, siblings", 8, 2, 32),
+        Slider("seed", "seed", 0, 0, 10),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(
+        Break(
+            {"strength": 0, "curation": 0, "K": 2},
+            "A weak policy on all prompts: nearly every rollout is wasted.",
+            None,
+        ),
+        Break({"strength": 100, "curation": 0}, "A strong policy on all prompts: nearly all are solved.", "too_easy"),
+    ),
+    claims=(
+        Claim(
+            "Unsourced: waste at strength 0, curation 20",
+            "curriculum 18a",
+            0.4,
+            lambda: wasted(0, 20, 8)[0],
+            within=0.2,
+            why="It depends on how difficulties are spread; here two logits.",
+        ),
+        Claim(
+            "Unsourced: waste at strength 80, curation 80 below .15",
+            "curriculum 18a",
+            0.15,
+            lambda: wasted(80, 80, 8)[0],
+            within=1.0,
+            why="Solved prompts that slip through eight tries remain.",
+        ),
+    ),
+    exercises=(
+        AskNumber("Which p has the largest p (1 - p)?", 0.5, why="Its derivative 1 - 2p is 0 there."),
+        AskKnobs("Bring wasted rollouts below 10 %.", "wasted", None, 0.1, {"curation": 100, "K": 32}),
+        AskChoice(
+            "The policy doubles its pass rate. What has to be done with the data?",
+            ("Nothing", "Measure pass rates again", "Add easy prompts"),
+            1,
+            why="Other prompts are useful now.",
+        ),
+    ),
+    code=("posttrain.algorithm.credit.credit_step", "posttrain.diagnose.reward_rules.too_easy"),
+    docs="batch-sizes.md",
+    command="posttrain run arithmetic algorithm=dapo filter=mixed",
+    grid=("strength", "curation"),
+)
