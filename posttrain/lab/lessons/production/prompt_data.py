@@ -109,8 +109,8 @@ def compute(k: Values) -> Readout:
             ),
             Bars("What is left after each of eight stages", STAGES, {"prompts": flow}),
         ),
-        sentence=f"**{left}** of {PROMPTS} prompts are kept. **{waste:.0%}** of the rollouts are in groups without spread: "
-        "they were asked for nothing.",
+        sentence=f"**{left}** of {PROMPTS} prompts are kept. **{waste:.0%}** of the rollouts are in groups without "
+        "spread: they were asked for nothing.",
         values={"kept": float(left), "wasted": waste, "credit a rollout": signal},
         says=said,
     )
