@@ -49,7 +49,7 @@ class Slider:
 
     @property
     def whole(self) -> bool:
-        return not self.log and all(float(x).is_integer() for x in (self.step, self.low, self.high))
+        return all(float(x).is_integer() for x in (self.step, self.low, self.high))
 
     def tried(self) -> tuple[Any, ...]:
         """Positions that tests and the grid of the site play: both ends, the middle, the default."""

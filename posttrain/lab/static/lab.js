@@ -37,7 +37,8 @@
   const toRange = (k, x) => k.log ? WAY * Math.log(x / k.low) / Math.log(k.high / k.low) : x;
   const fromRange = (k, r) => {
     if (!k.log) return k.whole ? Math.round(r) : Number(r);
-    return Number((k.low * (k.high / k.low) ** (r / WAY)).toPrecision(3));
+    const x = k.low * (k.high / k.low) ** (r / WAY);
+    return k.whole ? Math.round(x) : Number(x.toPrecision(3));
   };
 
   function show() {

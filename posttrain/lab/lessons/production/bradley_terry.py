@@ -1,0 +1,184 @@
+"""Page 15: a reward model from comparisons of four responses, and a policy that goes too far with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from posttrain.algorithm.ranking import RankingLoss
+from posttrain.core.ladder import RLOO
+from posttrain.core.pieces.pull import KL
+from posttrain.core.run import Reinforce
+from posttrain.core.scores import Rewards, TokenScores
+from posttrain.core.streams import WEIGHT
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Claim,
+    Lesson,
+    Readout,
+    Slider,
+    Values,
+    by_rules,
+    recorded,
+)
+from posttrain.toy.answers import ask, logp_of, siblings
+from posttrain.toy.pairs import AnswerPair, batch_of_pairs
+from posttrain.toy.policies import TabularPolicy
+from posttrain.toy.prefixes import PrefixPolicy
+from posttrain.toy.training import ToyTrainer, credit_in_full
+from posttrain.web.picture import Bars, Curve
+
+NAMES = ("A", "B", "C", "D")
+TRUE = np.array([0.0, 1.0, 2.0, 2.5])
+START = torch.tensor([0.4, 0.35, 0.2, 0.05], dtype=torch.float64)
+STEPS, SIBLINGS = 80, 16
+
+
+def sigmoid(x: float) -> float:
+    return float(torch.sigmoid(torch.tensor(x, dtype=torch.float64)))
+
+
+def comparisons(count: int, seed: int) -> list[AnswerPair]:
+    """Pairs of responses (chosen, rejected) as people with Bradley and Terry's taste judge them."""
+    made = np.random.default_rng(seed)
+    out = list[AnswerPair]()
+    for _ in range(count):
+        i, j = made.choice(4, 2, replace=False).tolist()
+        first = made.random() < sigmoid(TRUE[i] - TRUE[j])
+        out.append(((i,), (j,)) if first else ((j,), (i,)))
+    return out
+
+
+def fit(pairs: list[AnswerPair], eta: float) -> tuple[np.ndarray, list[float]]:
+    """(the score of each response, the loss before each step) of 60 steps by the library's loss of reward models."""
+    score = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    batch = batch_of_pairs(PrefixPolicy(0, vocabulary=4, longest=1), pairs)
+    batch = batch.having({WEIGHT: np.full(batch.spoken, 1 / len(pairs))})
+    which = torch.as_tensor(batch.target_M, dtype=torch.int64)
+    losses = list[float]()
+    for _ in range(60):
+        scores = score[which]
+        terms = RankingLoss().terms(batch, TokenScores(None, None, None, rewards=Rewards(scores, scores[:, None])))
+        losses.append(float(terms.loss.detach()))
+        with torch.no_grad():
+            score.sub_(eta * torch.autograd.grad(terms.loss, score)[0])
+    return score.detach().numpy(), losses
+
+
+def optimise(score: np.ndarray, beta: float, seed: int) -> tuple[np.ndarray, list[float], list[float]]:
+    """(policy at the end, learned reward by step, true worth by step) of RLOO on the learned score with this KL."""
+    a = replace(RLOO, pull=KL(coef=beta, estimator="k1", placement="reward") if beta else None)
+    policy, reference = TabularPolicy(START.log()[None, None]), TabularPolicy(START.log()[None, None])
+    trainer = ToyTrainer(a, policy, torch.optim.SGD(policy.parameters(), lr=0.3), SIBLINGS, seed)
+    made, learned, worth = torch.Generator().manual_seed(seed), list[float](), list[float]()
+    for _ in range(STEPS):
+        answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), SIBLINGS), made)
+        said, base = answers.tokens_ET[:, 0].numpy(), logp_of(reference, answers)
+        learned.append(float(score[said].mean()))
+        worth.append(float(TRUE[said].mean()))
+        trainer.step(answers, credit_in_full(a, score[said][None], answers, base), base)
+    return torch.softmax(policy.table.detach()[0, 0], -1).numpy(), learned, worth
+
+
+def agreement(score: np.ndarray) -> float:
+    """Share of the six pairs that the model orders as the truth does."""
+    pairs = [(i, j) for i in range(4) for j in range(i)]
+    return float(np.mean([(score[i] > score[j]) == (TRUE[i] > TRUE[j]) for i, j in pairs]))
+
+
+def compute(k: Values) -> Readout:
+    pairs = comparisons(int(k["count"]), int(k["seed"]))
+    score, losses = fit(pairs, float(k["eta"]))
+    policy, learned, worth = optimise(score, float(k["beta"]), int(k["seed"]))
+    steps = list(range(1, STEPS + 1))
+    said = by_rules(
+        recorded({"rollout/reward": learned, "rollout/truth": worth}),
+        Reinforce(name="rl", algorithm=RLOO),
+        "reward_without_truth",
+    )
+    shifted = (score - score.mean()).tolist()
+    return Readout(
+        pictures=(
+            Bars("Score of each response, mean 0", NAMES, {"true": (TRUE - TRUE.mean()).tolist(), "learned": shifted}),
+            Curve("Loss of the reward model", list(range(60)), {"loss": losses}, low=0),
+            Bars(
+                "What the policy says",
+                NAMES,
+                {"at the start": START.tolist(), "optimised": policy.tolist()},
+                low=0,
+                high=1,
+            ),
+            Curve("Learned reward and true worth", steps, {"learned": learned, "true": worth}),
+        ),
+        sentence=f"From **{k['count']}** comparisons the model orders **{agreement(score):.0%}** of the pairs rightly. "
+        f"Optimised, the policy is truly worth **{np.mean(worth[-8:]):.2f}** of 2.5.",
+        values={"agreement": agreement(score), "loss": losses[-1], "true worth": float(np.mean(worth[-8:]))},
+        says=said,
+    )
+
+
+LESSON = Lesson(
+    number="15",
+    name="rlhf",
+    title="RLHF: a reward model, and too much of it",
+    part="production",
+    force="signal",
+    minutes=8,
+    question="What does a model of people's taste know, and what happens if it is taken at its word?",
+    idea="""
+        People say which of two responses is better. Bradley and Terry's model gives each response a score; the
+        probability that one is preferred is the sigmoid of the difference. Only differences are learned, so adding the
+        same to all scores changes nothing.
+
+        Then a policy is trained on these scores. Where there were few comparisons they are wrong, and a policy that is
+        not held back (beta towards 0) goes all the way to the response whose score is most overrated.
+    """,
+    formula="P(i better than j) = sigmoid(s_i - s_j)          loss = -log sigmoid(s_chosen - s_rejected)",
+    knobs=(
+        Slider("count", "comparisons", 200, 2, 500, log=True),
+        Slider("eta", "step size", 1.0, 0.1, 5.0, log=True),
+        Slider("beta", "beta, weight of the KL", 0.2, 0, 2, 0.1),
+        Slider("seed", "seed", 0, 0, 20),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(
+        Break(
+            {"count": 3, "beta": 0.0, "eta": 5.0, "seed": 1},
+            "Three comparisons: the policy runs to a response that was overrated.",
+            None,
+        ),
+    ),
+    claims=(
+        Claim("sigmoid(1)", "curriculum 15", 0.73, lambda: sigmoid(1.0), within=0.01),
+        Claim("sigmoid(3)", "curriculum 15", 0.95, lambda: sigmoid(3.0), within=0.01),
+        Claim(
+            "Loss before anything is learned", "log 2", 0.6931, lambda: fit(comparisons(50, 0), 0.3)[1][0], within=0.001
+        ),
+    ),
+    exercises=(
+        AskNumber("Scores 2 and 1: how often is the first preferred?", 0.731, why="sigmoid(1)."),
+        AskKnobs(
+            "With at most three comparisons, bring the true worth below 1.5.",
+            "true worth",
+            None,
+            1.5,
+            {"count": 3, "beta": 0.0, "eta": 5.0, "seed": 1},
+        ),
+        AskChoice(
+            "All scores rise by 10. What changes?",
+            ("The loss", "Nothing", "The order"),
+            1,
+            why="Only differences are read.",
+        ),
+    ),
+    code=("posttrain.algorithm.ranking.RankingLoss", "posttrain.algorithm.credit.credit_step"),
+    docs="reward-models.md",
+    command="posttrain run rlhf",
+    grid=("count", "beta"),
+)
