@@ -7,11 +7,13 @@ code opens by itself is not known.
 
 from __future__ import annotations
 
-import ast
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +25,6 @@ from posttrain.core.asks import Kind, asks, values
 from posttrain.core.certificate import FREE, LINEAGE, READ
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, RunFolderError
-from posttrain.core.given import LARGEST_SOURCE
 from posttrain.core.ports import Environment
 from posttrain.core.reader import run_file
 from posttrain.core.run import Run
@@ -33,7 +34,6 @@ from posttrain.engine.saved_adapter import saved_adapter
 INPUTS = "inputs"
 """The entry of run.json about what the run began with, and of its history where a change was accepted."""
 DATA = (*READ, ".arrow", ".parquet", ".jsonl", ".csv")
-MOST_MODULES = 200
 REVISION = "revision"
 """Of a hub id, in place of a digest: this word and its revision, where it is in the cache."""
 Digests = dict[str, dict[str, str]]
@@ -68,7 +68,8 @@ def _files(name: str, kind: Kind) -> Iterator[tuple[str, str]]:
             yield from _files(saved.base, kind)
     elif path.is_file():
         modules = _modules(path) if kind is Kind.CODE else ()
-        yield from _digested({name: path, **{str(p): p for p in modules}})
+        beside = {str(Path(name).parent / os.path.relpath(p, path.parent)): p for p in modules}
+        yield from _digested({name: path, **beside})
     elif kind is Kind.OUTSIDE and HUB_ID.fullmatch(name):
         from huggingface_hub import try_to_load_from_cache
 
@@ -91,34 +92,12 @@ def _digested(found: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
 
 def _modules(path: Path) -> list[Path]:
     """The modules beside a Python file that it imports, and those that they import. Nothing is run."""
-    found, left = dict[Path, None](), [path]
-    while left and len(found) < MOST_MODULES:
-        here = left.pop()
-        found[here] = None
-        try:
-            tree = ast.parse(here.read_bytes() if here.stat().st_size <= LARGEST_SOURCE else b"")
-        except (SyntaxError, ValueError, RecursionError, OSError):
-            continue
-        for base, name in _imported(tree, here, path.parent):
-            place = base.joinpath(*name.split("."))
-            options = (place.with_suffix(".py"), place / "__init__.py")
-            left += [p for p in options if p.is_file() and p not in found and p not in left]
-    return list(found)[1:]
-
-
-def _imported(tree: ast.AST, here: Path, top: Path) -> Iterator[tuple[Path, str]]:
-    """(folder, dotted name below it) of each module that may be imported."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names, base = [a.name for a in node.names], top
-        elif isinstance(node, ast.ImportFrom):
-            base = here.parents[min(node.level, len(here.parents)) - 1] if node.level else top
-            before = f"{node.module}." if node.module else ""
-            names = [*([node.module] if node.module else []), *(before + a.name for a in node.names)]
-        else:
-            continue
-        parts = [n.split(".") for n in names]
-        yield from {(base, ".".join(p[:n])): None for p in parts for n in range(1, len(p) + 1) if p[0] != "*"}
+    finder = ModuleFinder([str(path.parent)])
+    with suppress(SyntaxError, ValueError, ImportError, RecursionError):
+        finder.run_script(str(path))
+    named: list[Any] = [getattr(m, "__file__", None) for m in finder.modules.values()]
+    found = {Path(f) for f in named if f is not None}
+    return sorted(p for p in found if p != path and p.suffix == ".py")
 
 
 # --- what changed -----------------------------------------------------------------------------------------------------

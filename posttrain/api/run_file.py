@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.api.admit import list_file
-from posttrain.core.asks import Ask, code_of
+from posttrain.core.asks import ask_of, code_of
 from posttrain.core.errors import ConfigError, PosttrainError, nearest
 from posttrain.core.run import Run
 from posttrain.recipe.recipes import recipe as shipped
@@ -42,7 +42,7 @@ def _of_yaml(given: str) -> Run:
     from posttrain.api.written import algorithm_files, read_run
 
     path = Path(given).expanduser()
-    list_file(given, [Ask("algorithm", *found) for word in algorithm_files(path) if (found := code_of(word))])
+    list_file(given, [a for word in algorithm_files(path) if (a := ask_of("algorithm", code_of(word)))])
     return read_run(path)
 
 

@@ -306,7 +306,12 @@ def _walk(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
             yield here, node, name, value
 
 
+def ask_of(path: str, found: Found) -> Ask | None:
+    """What was found at a field, with its path."""
+    return None if found is None else Ask(path, found[0], found[1], *found[2:])
+
+
 def asks(run: Run) -> tuple[Ask, ...]:
     """Everything the run asks for, in the order of its fields."""
     found = ((path, _asked(node, name, value)) for path, node, name, value in _walk(run, ""))
-    return tuple(Ask(path, asked[0], asked[1], *asked[2:]) for path, asked in found if asked)
+    return tuple(ask for path, asked in found if (ask := ask_of(path, asked)) is not None)
