@@ -248,7 +248,7 @@ def play(run: Drawn, folder: Path, scratch: Path, **over: Any) -> Outcome:
         told["healthy"] = _finite(run.recipe, words, folder / "unwatched")
     steps = reader.steps(folder / "run") if (folder / "run/run.json").exists() else []
     notes = sorted({n.split(":")[0].removeprefix("rule ") for s in steps for n in s.notes if n.startswith("rule ")})
-    count = sum(s.stage == "rl" for s in steps)
+    count = sum(s.stage == steps[-1].stage for s in steps)
     return Outcome(run.index, run.recipe, words, time.perf_counter() - begun, count, notes=notes, **told)
 
 

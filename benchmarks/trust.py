@@ -426,6 +426,22 @@ def drawn_at_random() -> list[str]:
         f" micro-batches, temperature, truncation, length of SFT and learning rate; {dtypes}; {judged['adapters']} with"
         " an adapter.",
         *mixtures_drawn(),
+        *kinds_drawn(),
+    ]
+
+
+def kinds_drawn() -> list[str]:
+    """What `benchmarks/healthy_kinds.py` measured, in a paragraph."""
+    path = RESULTS.with_name("healthy_kinds.json")
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found["kinds"].items(), key=lambda x: -x[1]))
+    return [
+        "",
+        f"**Of all kinds, drawn by one script**: {found['runs'] - found['false_alarms']} of {found['runs']} were not"
+        f" stopped ({found['date']}, `benchmarks/healthy_kinds.py`, seed {found['seed']}, {found['steps']} steps in"
+        f" all): {kinds}. Those over ranks and with roles in processes (placed) are runs of the other kinds.",
     ]
 
 

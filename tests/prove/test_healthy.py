@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import command_matrix, healthy_preferences
-from benchmarks.healthy import draw, line, many
+from benchmarks import command_matrix, healthy_kinds, healthy_preferences
+from benchmarks.healthy import draw, line
 from benchmarks.healthy_learner import draws_learner
 
 pytestmark = pytest.mark.prove
@@ -24,34 +24,19 @@ def test_a_run_is_a_function_of_its_seed_and_number() -> None:
     learners = [i for i in range(200) if draws_learner(SEED, i)]
     assert 25 < len(learners) < 95, "most runs draw nothing of the learner"
     assert all(draw(SEED, i).words != draw(SEED, i, attempt=1).words for i in learners[:5])
+    assert len({healthy_preferences.draw(SEED, i).words for i in range(200)}) == 200
+    kinds = [healthy_kinds.kind_of(SEED, i) for i in range(200)]
+    assert {*kinds} == healthy_kinds.KINDS.keys()
+    assert healthy_kinds.draw(SEED, 3) == healthy_kinds.draw(SEED, 3) != healthy_kinds.draw(SEED, 3, attempt=1)
 
 
 def test_no_healthy_run_is_stopped() -> None:
-    """One process after another in this test's own; the workers of the test run are enough."""
-    print(f"seed {SEED}, {COUNT} runs: python -m benchmarks.healthy --seed {SEED} --only N plays one again")
-    outcomes = many(SEED, range(COUNT), jobs=int(os.environ.get("POSTTRAIN_HEALTHY_JOBS", "2")))
-    assert not [line(o, o.index, COUNT) for o in outcomes if o.stopped and o.healthy]
-    assert not [line(o, o.index, COUNT) for o in outcomes if o.refused], "what is drawn is a configuration that starts"
-    assert len(outcomes) == COUNT and sum(o.steps for o in outcomes) >= 9 * sum(not o.stopped for o in outcomes)
-
-
-def test_no_healthy_run_that_asks_ahead_is_stopped() -> None:
-    """A third as many, each with `staleness`, some of them resumed."""
-    count = -(-COUNT // 3)
-    print(f"seed {SEED}, {count} runs: python -m benchmarks.healthy --ahead --seed {SEED} --only N plays one again")
-    outcomes = many(SEED, range(count), jobs=int(os.environ.get("POSTTRAIN_HEALTHY_JOBS", "2")), ahead=True)
-    assert not [line(o, o.index, count) for o in outcomes if o.refused or (o.stopped and o.healthy)]
-    assert len(outcomes) == count and sum(o.steps for o in outcomes) >= 9 * sum(not o.stopped for o in outcomes)
-
-
-def test_no_healthy_run_that_learns_from_judgements_is_stopped() -> None:
-    """A third as many."""
-    count = -(-COUNT // 3)
-    print(f"seed {SEED}, {count} runs: python -m benchmarks.healthy_preferences --seed {SEED} --only N plays one again")
-    assert len({healthy_preferences.draw(SEED, i).words for i in range(200)}) == 200
-    outcomes = healthy_preferences.many(SEED, range(count), jobs=int(os.environ.get("POSTTRAIN_HEALTHY_JOBS", "2")))
-    assert not [line(o, o.index, count) for o in outcomes if o.refused or (o.stopped and o.healthy)]
-    assert len(outcomes) == count and sum(o.steps for o in outcomes) >= 10 * sum(not o.stopped for o in outcomes)
+    """Of any kind. One process after another in this test's own; the workers of the test run are enough."""
+    print(f"seed {SEED}, {COUNT} runs: python -m benchmarks.healthy_kinds --seed {SEED} --only N plays one again")
+    rows = healthy_kinds.many(SEED, range(COUNT), jobs=int(os.environ.get("POSTTRAIN_HEALTHY_JOBS", "2")))
+    told = [f"[{kind}] {line(o, o.index, COUNT)}" for kind, o in rows if o.refused or (o.stopped and o.healthy)]
+    assert not told, "what is drawn is a configuration that starts, and nothing stops it"
+    assert len(rows) == COUNT and all(o.steps > 0 for _, o in rows if not o.stopped)
 
 
 def test_every_command_answers_over_runs_of_kinds_that_are_drawn(tmp_path: Path) -> None:
