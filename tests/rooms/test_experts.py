@@ -29,8 +29,9 @@ from posttrain.core.engines import VLLM
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.routed import UNKNOWN, RoutedPass
 from posttrain.core.run import Model, Optimizer, Run, Supervised
+from posttrain.engine.models import load_policy
 from posttrain.role.passes import Needs, Passes
-from tests.rooms.engine_parts import packed
+from tests.rooms.engine_parts import ALPHABET, packed
 from tests.tiny import MODEL, tiny_run
 
 ARCHS = ("qwen3_moe", "mixtral")
@@ -84,6 +85,15 @@ def test_a_mixture_trains_goes_on_and_is_exported(arch: str, tmp_path: Path) -> 
 def test_settings_of_mixtures_are_healthy(words: tuple[str, ...], tmp_path: Path) -> None:
     posttrain.run(moe_run(checkpoint_every=0), *words, out=tmp_path / "run", quiet=True)
     assert [s.index for s in reader.steps(tmp_path / "run") if s.stage == "rl"] == [1, 2, 3]
+
+
+def test_a_load_balance_loss_that_a_config_asks_for_is_told(tmp_path: Path) -> None:
+    made = load_policy(moe_run("mixtral").model, ALPHABET, 0)
+    assert not [n for n in made.notes if "load-balance" in n]
+    made.module.config.output_router_logits, made.module.config.router_aux_loss_coef = True, 0.02
+    made.write(tmp_path)
+    told = [n for n in load_policy(Model(path=str(tmp_path)), None, 0).notes if "load-balance" in n]
+    assert len(told) == 1 and "router_aux_loss_coef=0.02)" in told[0]
 
 
 def test_a_frozen_router_stays_and_its_experts_learn(tmp_path: Path) -> None:
