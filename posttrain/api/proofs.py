@@ -16,17 +16,19 @@ import numpy as np
 from posttrain.api.wording import other_form
 from posttrain.checks.data import as_written, sameness
 from posttrain.controller.parts import RunParts, StageSetting
-from posttrain.core.content import prompt_words
+from posttrain.core.content import conversation, prompt_words
 from posttrain.core.errors import DataError, InvariantError, PosttrainError
 from posttrain.core.ports import Attempt, Environment, Seat, Utterance
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Task
-from posttrain.core.verdict import State, Verdict
+from posttrain.core.verdict import State, Verdict, outcome
 from posttrain.diagnose.start import data_notes
 from posttrain.environment import templates
 from posttrain.environment.chat import PROBE, Chat
+from posttrain.environment.check.answers import SHAPES
+from posttrain.environment.prove import as_asked
 from posttrain.environment.render import Renderer
-from posttrain.environment.scripted import attempt
+from posttrain.environment.scripted import attempt, judged
 from posttrain.role.judging import JUDGE_RETRIES
 from posttrain.role.talk import DemonstrationTalk
 
@@ -34,6 +36,8 @@ TASKS = 8
 """Tasks of each split that are tested."""
 TURNS, PLAYED = 3, 30.0
 """Turns played in an environment without known right answers, and the most seconds of such an episode."""
+ENOUGH, MOMENT = 4, 1.0
+"""Different answers with which the user's rewards are tried, and the seconds after which that ends."""
 LEAKS, SECONDS = 500, 0.3
 """Most training tasks compared with the held-out ones, and most seconds spent on it."""
 
@@ -49,7 +53,7 @@ async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
     notes = [note for s in settings.values() for note in await _prove(parts, s, tokenizer)]
     pairs = [(parts.setting(s).environment, parts.other_environments(s)) for s in parts.run.stages]
     for env, others in {(id(env), *map(id, others)): (env, others) for env, others in pairs}.values():
-        split_is_clean(env, others)
+        notes += split_is_clean(env, others)
     return list(dict.fromkeys(notes))
 
 
@@ -62,6 +66,7 @@ async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list
     await gold_is_paid(env, [*held, *train])
     await near_misses_are_not(env, [*held, *train])
     notes = [
+        *await rewards_tell(env, [*train, *held]),
         *data_notes(env.train, env.heldout, repeats=env.abilities.judgements is not None),
         *lint_notes(parts, env),
         *other_form(parts, env, [*train, *held]),
@@ -166,6 +171,47 @@ async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
                     f" ({prompt_words(task.prompt)}; right: {right}). The policy will find this out sooner"
                     " than you: mend verify()"
                 )
+
+
+async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
+    """Notes on the user's rewards, from a few answers that are judged in a moment. `posttrain check` tries more."""
+    gold = env.abilities.gold
+    known = [(t, turns[0]) for t, turns in (gold.known(tasks) if gold is not None else ()) if len(turns) == 1][:TASKS]
+    if gold is None or gold.vouched or not env.abilities.judges or len({a for _, a in known}) < ENOUGH:
+        return []
+
+    async def earned(said: Sequence[str]) -> np.ndarray:
+        told = [outcome(await judged(env, t, [text])) for (t, _), text in zip(known, said, strict=True)]
+        return np.array([np.nan if x is None else x for x in told])
+
+    try:
+        async with asyncio.timeout(MOMENT):
+            return await _won_without_answers([t for t, _ in known], [a for _, a in known], earned)
+    except TimeoutError:
+        return []  # a slow reward is left to `posttrain check`
+
+
+async def _won_without_answers(
+    tasks: Sequence[Task], answers: Sequence[str], earned: Callable[[Sequence[str]], Awaitable[np.ndarray]]
+) -> list[str]:
+    """Compares right answers, in the first form that tells them from those of other tasks, with texts that are none."""
+    for form in SHAPES.values():
+        said = [form.format(a) for a in answers]
+        right, wrong = await earned(said), await earned([*said[1:], said[0]])
+        if np.all(right < wrong):
+            return ["rewards may be inverted: right answers earn less than wrong ones. Try them: posttrain check"]
+        if np.all(right > wrong):
+            break
+    else:
+        return []  # they look at something else
+    texts = {
+        "saying nothing": [""] * len(said),
+        "one answer to everything": said[:1] * len(said),
+        "the prompt itself": [conversation(t.prompt) for t in tasks],
+        "a list of all answers": [form.format(", ".join([*answers, "0"]))] * len(said),
+    }
+    won = [name for name, each in texts.items() if np.all(await earned(each) >= right)]
+    return [f"rewards may be won without an answer, by {' and '.join(won)}. Try them: posttrain check"] if won else []
 
 
 async def _own_verdict(
@@ -278,15 +324,16 @@ class _ScriptedTalk(DemonstrationTalk):
         return await super().say(most)
 
 
-def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> None:
+def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> list[str]:
     """Among the first training tasks, none is a held-out task of `env` or of the `others` that the run is measured on.
 
     Tasks of different environments are the same when their prompts are written alike. Later training tasks are
-    compared when a step asks for them.
+    compared when a step asks for them. A note where the environment's key tells tasks apart that are the same.
     """
     same = sameness(env)
     held = {same(t): t.id for t in env.heldout}
     elsewhere = {as_written(t): t.id for other in others for t in other.heldout}
+    asked = {as_asked(t): t.id for t in env.heldout if t.answer is not None}
     begun = time.perf_counter()
     for task in _first_tasks(env.train, LEAKS):
         if (twin := held.get(same(task), elsewhere.get(as_written(task)))) is not None:
@@ -294,8 +341,14 @@ def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> None
                 f"training task {task.id!r} ({prompt_words(task.prompt)}) is held-out task {twin!r}: held-out accuracy"
                 " would measure memory. Take it out of one of the two"
             )
+        if twin := asked.get(as_asked(task)):
+            return [
+                f"told apart: training task {task.id!r} has the prompt and the answer of held-out task {twin!r}, which"
+                " the environment's key tells apart. Held-out accuracy measures memory: make key() depend on both alone"
+            ]
         if time.perf_counter() - begun > SECONDS:
-            return
+            break
+    return []
 
 
 def _first_tasks(source: Any, most: int) -> Any:

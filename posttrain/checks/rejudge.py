@@ -8,15 +8,17 @@ from functools import partial
 
 import numpy as np
 
-from posttrain.core.abilities import GoldAnswers, Turns
+from posttrain.checks.schedule import due
+from posttrain.core.abilities import GoldAnswers, Together, Turns
 from posttrain.core.errors import InvariantError, PosttrainError
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Attempt, Environment
 from posttrain.core.redact import scrubbed
 from posttrain.core.request import StepNumber
 from posttrain.core.types import Episode, Group, Stop, Task
-from posttrain.core.verdict import SOLVED, Judged, State
+from posttrain.core.verdict import SOLVED, Judged
 from posttrain.environment.scripted import attempt
+from posttrain.verifier.batches import misplaced, same_scores
 
 GOLD = 8
 """How many tasks' right answers are judged again."""
@@ -35,6 +37,7 @@ class RejudgedAnswers:
     """Turns of a right answer, the episode they make, and its verdicts."""
     _turn: int = 0
     _wavers: bool = False
+    _ordered: bool = False
     _vouched: str | None = None
     """The source for which the environment vouches that right answers score 1; None if it does not."""
 
@@ -71,8 +74,29 @@ class RejudgedAnswers:
         for e in _sample([e for g in played for e in g.episodes], self._turn):
             ask = partial(_asked_again, env, e, next(g for g in played if e in g.episodes), at)
             out += await self._repeats(ask, _again(e), e.verdicts, "an answer of this step")
+        if env.abilities.together is not None and due(self._turn + 1):
+            out += await self._siblings(env.abilities.together, played, at)
         self._turn += 1
         return tuple(out)
+
+    async def _siblings(self, together: Together, played: Sequence[Group], at: StepNumber) -> list[str]:
+        """Judge a group in another order. InvariantError if scores go to the wrong siblings."""
+        groups = [[m for m in g.episodes if m.stop is not Stop.ERROR] for g in played]
+        groups = [g for g in groups if all(map(_turns, g)) and len({m.reward for m in g}) > 1]
+        if not groups or not (why := await misplaced(together, list(map(_again, groups[0])), at, self._turn)):
+            return []
+        task = groups[0][0].task.id
+        if why == "siblings":
+            raise InvariantError(
+                f"a reward gives scores to the wrong siblings: answers to task {task!r} that are judged alone have the"
+                " scores that others of their group got. Return one score for each completion, in their order"
+            )
+        ordered, self._ordered = self._ordered, True
+        note = (
+            f"rule reward_reads_order: judged in another order, answers to task {task!r} have other scores. A reward"
+            " that breaks ties by place tells equal siblings apart by chance"
+        )
+        return [] if ordered else [note]
 
     async def _right_answer(self, env: Environment, right: Turns, said: Attempt, before: Sequence[Judged]) -> list[str]:
         """An answer that is vouched for is played again too, since the environment that plays it may break."""
@@ -127,9 +151,9 @@ class RejudgedAnswers:
         self, ask: Callable[[], Awaitable[Sequence[Judged]]], said: Attempt, before: Sequence[Judged], what: str
     ) -> list[str]:
         now = await ask()
-        if _same(before, now):
+        if same_scores(before, now):
             return []
-        if _same(now, await ask()):
+        if same_scores(now, await ask()):
             was, is_ = _shown(before), _shown(now)
             raise InvariantError(
                 f"{what} to task {said.task.id!r} ({said.text[-60:]!r}, stop reason {said.stop.value!r}) has verdict"
@@ -191,26 +215,6 @@ def _turns(e: Episode) -> tuple[str, ...]:
     spoken = sum(int(np.sum(np.diff(s.mask.astype(np.int8), prepend=0) == 1)) for s in e.segments)
     turns = (e.text,) if spoken == 1 else tuple(e.text.split("\n"))
     return turns if len(turns) == spoken else ()
-
-
-def _same(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
-    """Whether all sources that could judge both times gave the same score.
-
-    Sources of weight 0 are not compared: they only report a number, such as a time.
-    """
-    was, now = (
-        {j.source: j for j in x if (j.counts or j.measured) and j.weight and j.verdict.state is not State.FAILED}
-        for x in (one, two)
-    )
-    return all(_equal(was[s], now[s]) for s in was.keys() & now.keys())
-
-
-def _equal(one: Judged, two: Judged) -> bool:
-    """Whether two scores are equal up to rounding, and up to the resolution of a source that is a model."""
-    a, b = one.verdict.score, two.verdict.score
-    if a is None or b is None:
-        return a == b
-    return abs(a - b) <= max(1e-9 * max(1.0, abs(a)), one.resolution * max(abs(a), abs(b)))
 
 
 def _shown(verdicts: Sequence[Judged]) -> str:

@@ -119,8 +119,8 @@ def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
 
 
 def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
-    keys = {env.key(t) for t in held}
-    both = [t for t in train if env.key(t) in keys]
+    keys, asked = {env.key(t) for t in held}, {as_asked(t) for t in held}
+    both = [t for t in train if env.key(t) in keys or (t.answer is not None and as_asked(t) in asked)]
     return Check(
         "held-out is disjoint from train",
         not both,
@@ -128,6 +128,11 @@ def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> C
         + (f", such as {prompt_words(both[0].prompt)}" if both else ""),
         "held-out accuracy would measure memory: draw training tasks again where key() is that of a held-out one",
     )
+
+
+def as_asked(task: Task) -> str:
+    """All of a task but its name. Tasks in which it is equal are the same to a policy, whatever `key` says."""
+    return repr((task.prompt, task.answer, task.info, task.tools))
 
 
 def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:

@@ -19,14 +19,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
+from posttrain.core.abilities import Together
 from posttrain.core.content import plain
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Attempt
 from posttrain.core.request import StepNumber
 from posttrain.core.types import Message, Task
-from posttrain.core.verdict import Verdict
+from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.verifier.returned import as_verdict
 
 ALWAYS = ("prompts", "completions")
@@ -153,3 +155,37 @@ def verdicts(returned: Any, count: int) -> list[Verdict]:
         completions = "1 completion" if count == 1 else f"{count} completions"
         return [Verdict.failed("count", f"returned {len(values)} rewards for {completions}")] * count
     return [as_verdict(v) for v in values]
+
+
+async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNumber, seed: int) -> str:
+    """`siblings` where a group's scores are those that its answers have alone, and at other places; `order` where they
+    depend on the order of the group; else ''."""
+    order = Random(seed).sample(range(len(attempts)), len(attempts))
+    first, _ = await together(attempts, at)
+    other, _ = await together([attempts[i] for i in order], at)
+    moved = not all(same_scores(first[i], told) for i, told in zip(order, other, strict=True))
+    if not moved and len(attempts) > 2:  # of two, every order of the scores looks like one of the answers
+        return ""
+    alone = [(await together([a], at))[0][0] for a in attempts]
+    each = [[str({j.source: j.verdict.score for j in x}) for x in verdicts] for verdicts in (first, alone)]
+    return "siblings" if each[0] != each[1] and sorted(each[0]) == sorted(each[1]) else "order" * moved
+
+
+def same_scores(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
+    """Whether all sources that could judge both times gave the same score.
+
+    Sources of weight 0 are not compared: they only report a number, such as a time.
+    """
+    was, now = (
+        {j.source: j for j in x if (j.counts or j.measured) and j.weight and j.verdict.state is not State.FAILED}
+        for x in (one, two)
+    )
+    return all(_equal(was[s], now[s]) for s in was.keys() & now.keys())
+
+
+def _equal(one: Judged, two: Judged) -> bool:
+    """Whether two scores are equal up to rounding, and up to the resolution of a source that is a model."""
+    a, b = one.verdict.score, two.verdict.score
+    if a is None or b is None:
+        return a == b
+    return abs(a - b) <= max(1e-9 * max(1.0, abs(a)), one.resolution * max(abs(a), abs(b)))

@@ -177,6 +177,16 @@ async def test_a_batch_is_judged_again_as_a_batch() -> None:
         await RejudgedAnswers(_turn=3).after(env, [Group(TASK, 0, tuple(swapped))], StepNumber(1, 4))
 
 
+async def test_scores_that_go_to_the_wrong_siblings_in_a_way_that_repeats_stop_the_run() -> None:
+    def reversed_(completions):
+        return [float(len(c)) for c in completions][::-1]
+
+    env = PromptsEnv(rewards=(source(reversed_),))
+    episodes, _ = await judged_group(env)
+    with pytest.raises(InvariantError, match="scores to the wrong siblings"):
+        await RejudgedAnswers(_turn=3).after(env, [Group(TASK, 0, tuple(episodes))], StepNumber(1, 4))
+
+
 async def test_one_answer_alone_is_a_batch_of_one() -> None:
     env = PromptsEnv(rewards=(source(rank),))
     (judged,) = await env.judge(attempt("12"))

@@ -17,6 +17,7 @@ from sandbox_parts import backend, made, patched
 
 import posttrain
 from posttrain.api.check import expected_rate
+from posttrain.api.proofs import rewards_tell, split_is_clean
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
@@ -308,6 +309,131 @@ async def test_a_prompt_is_shown_as_the_conversation() -> None:
     assert "'Say " in told and "role" not in told and "content" not in told
 
 
+def batch(scores: Callable[[list[float]], list[float]]) -> Any:
+    def reward(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
+        return scores([float(c.strip() == a) + len(c) / 1000 for c, a in zip(completions, answer, strict=True)])
+
+    return reward
+
+
+def ranked(scores: list[float]) -> list[float]:
+    order = sorted(range(len(scores)), key=lambda i: (round(scores[i]), i))
+    return [float(order.index(i)) for i in range(len(scores))]
+
+
+@pytest.mark.parametrize(
+    ("scores", "mark"),
+    [
+        (lambda s: s[::-1], Mark.FAIL),
+        (lambda s: [*s[1:], *s[:1]], Mark.FAIL),
+        (sorted, Mark.FAIL),
+        (ranked, Mark.WARN),
+        (lambda s: [x - sum(s) / len(s) for x in s], Mark.OK),
+        (lambda s: s, Mark.OK),
+    ],
+)
+async def test_scores_that_go_to_the_wrong_siblings(scores: Any, mark: Mark) -> None:
+    """A reward that breaks ties by place only depends on the order, and one that compares siblings is right."""
+    assert (await asked("the same siblings", batch(scores))).mark is mark
+
+
+async def on_rows(probe: str, *, prompt: str = "{i} times", completion: str = "{a}", by: int = 0) -> ProbeResult:
+    found = [Task(f"t{i}", prompt.format(i=i, a=17 * i), str(17 * (i + by))) for i in range(3, 27)]
+    data = tuple(PromptRow(t, completion.format(a=17 * i), digest(t.prompt)) for i, t in enumerate(found, 3))
+    env = PromptsEnv(rows=data, rewards=(source(exact, name="judge"),))
+    return await next(p for p in PROBES if p.name == probe)(await Subject.of(env, found[:16], 1.0))
+
+
+async def test_answers_shifted_against_the_demonstrations() -> None:
+    for by, completion, mark in (
+        (1, "{a}", Mark.FAIL),
+        (-1, "{a}", Mark.FAIL),
+        (0, "It is {a}.", Mark.WARN),
+        (0, "{a}", Mark.OK),
+    ):
+        found = await on_rows("demonstrations", completion=completion, by=by)
+        assert found.mark is mark and ("shifted" in found.detail) == bool(by)
+
+
+async def test_an_answer_that_stands_in_its_prompt() -> None:
+    assert (await on_rows("answer in the prompt", prompt="{i} times (it is {a})")).mark is Mark.WARN
+    every = "{i} times: " + " ".join(str(17 * i) for i in range(40))
+    for prompt in (every, "{i} times"):
+        assert (await on_rows("answer in the prompt", prompt=prompt)).mark is Mark.OK
+
+
+@pytest.mark.parametrize(
+    ("judge", "says"),
+    [
+        (lambda task, text: 1 - exact(task, text), "inverted"),
+        (lambda task, text: 1 - boxed(task, text), "inverted"),
+        (contains, "a list of all answers"),
+        (prefix, "saying nothing"),
+        (exact, ""),
+        (boxed, ""),
+        (lambda task, text: float(len(text)), ""),
+        (lambda task, text: -float(len(text)), ""),
+        (lambda task, text: 1.0, ""),
+        (lambda task, text: None, ""),
+        (lambda task, text: time.sleep(2), ""),
+    ],
+)
+async def test_a_run_tries_the_rewards_of_its_prompts_itself(judge: Judge, says: str) -> None:
+    """In less than a second; rewards of the text alone, and slow ones, are left out."""
+    env: Any = PromptsEnv(rows=rows(), rewards=(source(judge, name="judge"),))
+    begun = time.monotonic()
+    notes = await rewards_tell(env, [r.task for r in rows()])
+    assert time.monotonic() - begun < 2 and [says in n for n in notes] == [True] * bool(says), notes
+
+
+def test_a_key_that_tells_equal_tasks_apart_is_noted_before_the_first_step() -> None:
+    broken: Any = KeyedByName(heldout_count=60, max_operand=5)
+    sound: Any = Arithmetic(heldout_count=60, max_operand=5)
+    assert "told apart: training task" in split_is_clean(broken)[0]
+    assert split_is_clean(sound) == []
+
+
+async def test_a_verifier_that_reads_the_beginning_alone() -> None:
+    found = await asked("paraphrase", lambda task, text: float(task.answer in text[:100].strip(".* ").split()))
+    assert found.mark is Mark.WARN and "not paid: after a long text (12 of 12)" in found.detail
+
+
+class LastAnswer(CalculatorEnv):
+    """Its world answers an episode what it answered the one before."""
+
+    async def play(self, task: Task, talk: Any) -> Any:
+        see = talk.see
+
+        def seen(content: Any, tools: Any = ()) -> None:
+            CACHE.append(content)
+            see(CACHE[-3] if talk.seen and len(CACHE) > 2 else content, tools)
+
+        talk.see = seen
+        return await super().play(task, talk)
+
+
+class FirstAnswer(CalculatorEnv):
+    """Its world answers every episode what it answered the first one."""
+
+    async def play(self, task: Task, talk: Any) -> Any:
+        see = talk.see
+        talk.see = lambda content, tools=(): see(FIRST.setdefault("", content) if talk.seen else content, tools)
+        return await super().play(task, talk)
+
+
+CACHE: list[Any] = []
+FIRST: dict[str, Any] = {}
+
+
+async def test_what_the_world_answers_belongs_to_its_episode() -> None:
+    for cls, mark in ((LastAnswer, Mark.FAIL), (FirstAnswer, Mark.WARN), (CalculatorEnv, Mark.OK)):
+        env = cls(heldout_count=16)
+        subject = await Subject.of(env, env.heldout, 1.0)
+        CACHE.clear()
+        found = await next(p for p in PROBES if p.name == "episodes apart")(subject)
+        assert found.mark is mark, found
+
+
 # --- environments with a verifier of their own ------------------------------------------------------------------------
 
 
@@ -330,13 +456,24 @@ class Unsplit(Arithmetic):
     _held = frozenset()  # type: ignore[assignment]
 
 
+class KeyedByName(Unsplit):
+    def key(self, task: Task) -> str:
+        return task.id
+
+
 class Words(Arithmetic):
     def paraphrases(self, task: Task) -> tuple[tuple[str, ...], ...]:
         return ((f"{task.answer}.",), ("it is " + "twelve",))
 
 
 @pytest.mark.parametrize(
-    ("cls", "probe"), [(Halves, "gold"), (Unsplit, "held-out is disjoint from train"), (Words, "declared variants")]
+    ("cls", "probe"),
+    [
+        (Halves, "gold"),
+        (Unsplit, "held-out is disjoint from train"),
+        (KeyedByName, "held-out is disjoint from train"),
+        (Words, "declared variants"),
+    ],
 )
 async def test_a_broken_environment_is_found_by_its_probe(cls: type[Arithmetic], probe: str) -> None:
     assert probe in (await check(cls(heldout_count=60), tasks=16, rate=1.0)).marked(Mark.FAIL)

@@ -27,7 +27,7 @@ from posttrain.cli import main
 from posttrain.core import files, reader
 from posttrain.core.algorithm import patch
 from posttrain.core.checkpoint import find, scan
-from posttrain.core.errors import ConfigError, RunFolderError, UntrustedError
+from posttrain.core.errors import ConfigError, InvariantError, RunFolderError, UntrustedError
 from posttrain.core.ladder import GRPO
 from posttrain.core.open import alternatives
 from posttrain.core.pieces.baseline import Baseline
@@ -410,6 +410,21 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "not listed": (lambda d: d.update(objects=[]), "did you mean"),
 }
+
+
+DEAD = OWN.replace("r_M.masked_fill(low_M | high_M, 0.0)", "r_M * (CONDITION)")
+
+
+@pytest.mark.parametrize("condition", ["(r_M - 1).abs() > 1e-3", "(a_M > 9) | (r_M < 0.99)", "0 * r_M"])
+def test_a_trust_region_that_is_0_where_every_step_begins_trains_nothing(
+    condition: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(DEAD.replace("CONDITION", condition))
+    algorithm = f"algorithm={tmp_path / 'own.py'}:LOSS"
+    code = main(["run", *mine(tmp_path / "data"), algorithm, "--out", str(tmp_path / "run")])
+    said = " ".join(capsys.readouterr().err.split())
+    forget()
+    assert code == InvariantError.exit_code and "is 0 at a ratio of 1, where every step begins" in said
 
 
 @prove

@@ -23,6 +23,7 @@ PARAPHRASES = {
     "in bold": "**{}**",
     "after a thought": "<think>\nLet me see.\n</think>\n\n{}",
     "twice": "{}\nSo it is\n{}",
+    "after a long text": "Let me see. " * 400 + "\n\n{}",
 }
 """Other texts around a right answer."""
 

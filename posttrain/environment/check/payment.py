@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from posttrain.core.content import prompt_words, shown
+from posttrain.core.content import conversation, prompt_words, shown
 from posttrain.core.types import Task
 from posttrain.environment.check.answers import PARAPHRASES, PHRASES, SHAPES, SILENCE, WORDS, lists, noise, spellings
 from posttrain.environment.check.probe import Answer, Mark, Probe
 from posttrain.environment.check.subject import WRITTEN, Attack, Subject
+from posttrain.verifier.builtin import contains
 
 TASKS_EACH = 12
 """The number of tasks on which each of many texts is tried."""
+FEWEST = 4
+"""With fewer completions nothing is said of them."""
 NOTHING_KNOWN: Answer = (
     Mark.SKIP,
     "no right answer is known here: give the tasks an answer, or the rows a column completion",
@@ -28,32 +31,23 @@ async def gold(s: Subject) -> Answer:
     if broken:
         j = broken[0].failed
         assert j is not None
-        return (
-            Mark.FAIL,
-            (
-                f"{len(broken)} of {len(s.gold)} right answers could not be judged: {j.source} {j.verdict.kind}:"
-                f" {j.verdict.why}"
-            ),
+        return Mark.FAIL, (
+            f"{len(broken)} of {len(s.gold)} right answers could not be judged: {j.source} {j.verdict.kind}:"
+            f" {j.verdict.why}"
         )
     if not s.sources:
         if aside := _text_alone(s):
             return aside
         told = next(iter(s.gold.values()))
-        return (
-            Mark.FAIL,
-            (
-                f"no source pays a right answer more than a wrong one; {told.said} to {prompt_words(told.task.prompt)}"
-                f" earned {dict(told.scores)}"
-            ),
+        return Mark.FAIL, (
+            f"no source pays a right answer more than a wrong one; {told.said} to {prompt_words(told.task.prompt)}"
+            f" earned {dict(told.scores)}"
         )
     if s.env.vouches_for_gold and (less := [t for t in s.gold.values() if t.scores.get(s.env.name) != 1.0]):
         told = less[0]
-        return (
-            Mark.FAIL,
-            (
-                f"{told.said} is right for {prompt_words(told.task.prompt)}, and the environment pays"
-                f" {told.scores.get(s.env.name)}, not 1"
-            ),
+        return Mark.FAIL, (
+            f"{told.said} is right for {prompt_words(told.task.prompt)}, and the environment pays"
+            f" {told.scores.get(s.env.name)}, not 1"
         )
     lost = [
         (t, source)
@@ -63,12 +57,9 @@ async def gold(s: Subject) -> Answer:
     ]
     if lost:
         told, source = lost[0]
-        return (
-            Mark.FAIL,
-            (
-                f"{source} pays {len(lost)} of {len(s.gold)} right answers no more than a wrong one, such as"
-                f" {told.said} to {prompt_words(told.task.prompt)} ({told.scores[source]:g})"
-            ),
+        return Mark.FAIL, (
+            f"{source} pays {len(lost)} of {len(s.gold)} right answers no more than a wrong one, such as"
+            f" {told.said} to {prompt_words(told.task.prompt)} ({told.scores[source]:g})"
         )
     form = (
         ""
@@ -88,11 +79,10 @@ def _text_alone(s: Subject) -> Answer | None:
     graded = {name: d for name, d in s.depends.items() if not d.constant}
     if not graded:
         name, d = next(iter(s.depends.items()))
-        return (
-            Mark.FAIL,
+        return Mark.FAIL, (
             f"{name} pays every text that was tried the same ({d.lowest:g}), right answers in {len(SHAPES)} forms among"
             " them: nothing can be learned from it. If it wants another form, give the rows a column completion that"
-            " has it",
+            " has it"
         )
     said = ", ".join(f"{name} ({d.lowest:.3g} to {d.highest:.3g})" for name, d in graded.items())
     what = "other columns" if any(d.on_task for d in graded.values()) else "the text alone"
@@ -121,9 +111,8 @@ async def distractor(s: Subject) -> Answer:
         for source in s.sources:
             score = told.scores.get(source, 0.0)
             if source not in s.deciding(told.task) or (score >= best[source] and best[source] > 0):
-                return (
-                    Mark.FAIL,
-                    f"{told.said} to {prompt_words(told.task.prompt)} is wrong and earns {score:g} with {source}",
+                return Mark.FAIL, (
+                    f"{told.said} to {prompt_words(told.task.prompt)} is wrong and earns {score:g} with {source}"
                 )
     return Mark.OK, f"{len(s.wrong)} wrong answers that look right earn less"
 
@@ -137,9 +126,8 @@ async def order(s: Subject) -> Answer:
         silent = (await s.judge(task, ("",), repeat=True)).outcome
         for name, other in (("a wrong one", wrong), ("silence", silent)):
             if right is not None and other is not None and other >= right:
-                return (
-                    Mark.FAIL,
-                    f"to {prompt_words(task.prompt)} the right answer earns {right:g} in all, and {name} {other:g}",
+                return Mark.FAIL, (
+                    f"to {prompt_words(task.prompt)} the right answer earns {right:g} in all, and {name} {other:g}"
                 )
     return Mark.OK, f"over {len(s.known)} tasks, all sources added up"
 
@@ -212,12 +200,9 @@ async def declared(s: Subject) -> Answer:
         return Mark.SKIP, "the environment names no other ways to be right (paraphrases)"
     for (task, _), told in zip(asked, await s.judge_all(asked), strict=True):
         if set(s.paid(told)) != set(s.deciding(task)):
-            return (
-                Mark.FAIL,
-                (
-                    f"{told.said} to {prompt_words(task.prompt)} is right by the environment's own word and earns"
-                    f" {dict(told.scores)}"
-                ),
+            return Mark.FAIL, (
+                f"{told.said} to {prompt_words(task.prompt)} is right by the environment's own word and earns"
+                f" {dict(told.scores)}"
             )
     return Mark.OK, f"{len(asked)} answers"
 
@@ -228,9 +213,8 @@ def _found(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
     if over:
         return Mark.FAIL, over[0].shown + (f"; so do {', '.join(a.kind for a in over[1:4])}" if over[1:] else "")
     best = attacks[0]
-    return (
-        Mark.OK,
-        f"{what}: the best is paid on {best.share:.0%} of tasks, of which chance allows {s.chance(best.tried):.0%}",
+    return Mark.OK, (
+        f"{what}: the best is paid on {best.share:.0%} of tasks, of which chance allows {s.chance(best.tried):.0%}"
     )
 
 
@@ -300,14 +284,42 @@ async def several(s: Subject) -> Answer:
     both = [a for a, b in zip(hedged["first"], hedged["last"], strict=True) if set(s.paid(a)) & set(s.paid(b))]
     if both:
         few = len(both) / len(tasks) <= s.chance(len(tasks))  # answers that hold each other, under a graded reward
-        return (
-            Mark.WARN if few else Mark.FAIL,
-            (
-                f"a right answer beside a wrong one is paid in either order on {len(both)} of {len(tasks)} tasks, such"
-                f" as {both[0].said}"
-            ),
+        return Mark.WARN if few else Mark.FAIL, (
+            f"a right answer beside a wrong one is paid in either order on {len(both)} of {len(tasks)} tasks, such"
+            f" as {both[0].said}"
         )
     return answer
+
+
+async def demonstrations(s: Subject) -> Answer:
+    """Judges the completions of the data, also with the answers of the rows beside them."""
+    rows = [r.task for r in s.env.abilities.rows or () if r.completion is not None and r.task.answer is not None]
+    if not s.sources or len(rows) < FEWEST:
+        return Mark.SKIP, "the data has no completions beside answers that a reward looks at"
+    own, before, after = [await _share_paid(s, rows, by) for by in (0, -1, 1)]
+    detail = f"{own:.0%} of {min(len(rows), TASKS_EACH)} completions of the data are paid"
+    if (other := max(before, after)) > max(0.5, 2 * own):
+        return Mark.FAIL, f"{detail}, and {other:.0%} with the answer of the row before or after: a column is shifted"
+    return (Mark.OK if own >= 0.5 else Mark.WARN), detail
+
+
+async def _share_paid(s: Subject, rows: Sequence[Task], by: int) -> float:
+    """The share of completions that are paid, each with the answer that stands `by` rows below."""
+    asked = [(t, replace(t, answer=rows[(i + by) % len(rows)].answer)) for i, t in enumerate(rows[:TASKS_EACH])]
+    answers = await s.judge_all([(given, (s.completions[t.id],)) for t, given in asked])
+    return sum(any(a.scores.get(x, 0.0) > 0 for x in s.sources) for a in answers) / len(asked)
+
+
+async def told(s: Subject) -> Answer:
+    """Looks for the answers in the prompts, and for those of other tasks to see how much is chance."""
+    tasks = [t for t in s.tasks if t.answer is not None and s.core(t).strip()]
+    held = [
+        [bool(contains(replace(t, answer=s.core(b)), conversation(t.prompt)).score) for b in (t, o)]
+        for t, o in zip(tasks, tasks[1:] + tasks[:1], strict=True)
+    ]
+    own, other = (sum(x) / max(1, len(held)) for x in zip(*held, strict=True)) if held else (0.0, 0.0)
+    detail = f"the answer stands in {own:.0%} of {len(tasks)} prompts, and that of another task in {other:.0%}"
+    return (Mark.WARN if own - other > 0.5 else Mark.OK if tasks else Mark.SKIP), detail
 
 
 UNPAID = (
@@ -351,5 +363,17 @@ PAYMENT = (
     ),
     Probe("random strings", "noise earns nothing", HOLE, random_strings),
     Probe("templates", "forms without content, pleas and the prompt itself earn nothing", HOLE, templates),
+    Probe(
+        "demonstrations",
+        "the completions of the data are paid",
+        "look whether answers and completions belong to the same rows, and are written in the form that is rewarded",
+        demonstrations,
+    ),
+    Probe(
+        "answer in the prompt",
+        "the prompt does not give its answer away",
+        "where it is not meant to be read there, take it out: the policy learns to copy it",
+        told,
+    ),
     Probe("several answers", "whoever names every answer earns nothing", HOLE, several),
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from posttrain.core.content import prompt_words
 from posttrain.core.ports import Attempt
@@ -145,6 +146,12 @@ class Subject:
             stop = Stop.TURNS
         attempt = Attempt(task, tuple(talk.said), stop, int, talk.state)
         return JudgedAnswer(task, attempt.turns, (*await self.env.judge(attempt), *talk.paid))
+
+    async def seen(self, task: Task) -> list[Any]:
+        """What the environment shows in an episode of the right turns, after the prompt."""
+        talk = ScriptedPolicy(self.right(task))
+        await self.env.play(task, talk)
+        return talk.seen[1:]
 
     async def judge_all(self, asked: Iterable[tuple[Task, Sequence[str]]], repeat: bool = False) -> list[JudgedAnswer]:
         """Judge many episodes concurrently. The results are in the order of `asked`."""

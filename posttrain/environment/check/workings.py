@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from posttrain.core.content import prompt_words
-from posttrain.core.types import Task
+from posttrain.core.ports import Attempt
+from posttrain.core.request import StepNumber
+from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State
 from posttrain.environment.check.answers import ODD
+from posttrain.environment.check.dependence import TEXTS
 from posttrain.environment.check.judged_answer import JudgedAnswer
 from posttrain.environment.check.probe import Answer, Mark, Probe
 from posttrain.environment.check.subject import Subject
@@ -21,6 +24,7 @@ from posttrain.sandbox.backends import Unconfined
 from posttrain.sandbox.choose import HELP
 from posttrain.sandbox.pool import Sandbox
 from posttrain.sandbox.selftest import selftest
+from posttrain.verifier.batches import misplaced
 
 REPEATS = 3
 CONCURRENT = 192
@@ -97,17 +101,43 @@ def _frequent_switches() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
+async def siblings(s: Subject) -> Answer:
+    """Judges groups of four answers in other orders, where a reward gets whole groups."""
+    if (together := s.env.abilities.together) is None:
+        return Mark.SKIP, "no reward gets the answers of a group in one call"
+    for n, task in enumerate(s.tasks[:8]):
+        own = (s.right(task)[-1], s.near(task)[-1]) if task.id in s.gold else TEXTS[-2:]
+        asked = [Attempt(task, (text,), Stop.SAID) for text in (*own, *TEXTS[:2])]
+        if why := await misplaced(together, asked, StepNumber(), n):
+            words = (
+                "go to the wrong answers of their group" if why == "siblings" else "change with the order of a group"
+            )
+            return Mark.FAIL if why == "siblings" else Mark.WARN, f"scores {words}: {prompt_words(task.prompt)}"
+    return Mark.OK, "groups of four answers, judged in another order"
+
+
+async def episodes(s: Subject) -> Answer:
+    """Plays the right turns of several tasks one after another, in the other order, and at once."""
+    tasks = [t for t in s.tasks if t.id in s.gold and len(s.right(t)) > 1][:8]
+    rounds = [{t.id: await s.seen(t) for t in order} for order in (tasks, tasks[::-1])]
+    rounds.append(dict(zip(rounds[0], await asyncio.gather(*map(s.seen, tasks)), strict=True)))
+    for task in tasks:
+        for told in rounds[1:]:
+            if (was := rounds[0][task.id]) != (now := told[task.id]):
+                return Mark.FAIL, f"to {prompt_words(task.prompt)} the world answers {was!r:.80}, and then {now!r:.80}"
+    if len(tasks) > 2 and all(x == rounds[0][tasks[0].id] for x in rounds[0].values()):
+        return Mark.WARN, f"in {len(tasks)} tasks the world answers the same to different turns"
+    return Mark.OK if tasks else Mark.SKIP, f"{len(tasks)} right answers with several turns, in any order and at once"
+
+
 async def odd(s: Subject) -> Answer:
     told = [(kind, await s.judge(s.tasks[0], (text,), repeat=True)) for kind, text in ODD.items()]
     if broken := [(kind, t.failed) for kind, t in told if t.failed]:
         kind, j = broken[0]
         assert j is not None
-        return (
-            Mark.FAIL,
-            (
-                f"{kind} breaks {j.source} ({j.verdict.kind}: {j.verdict.why}), one of {len(broken)} of {len(told)}"
-                " texts that do"
-            ),
+        return Mark.FAIL, (
+            f"{kind} breaks {j.source} ({j.verdict.kind}: {j.verdict.why}), one of {len(broken)} of {len(told)}"
+            " texts that do"
         )
     return Mark.OK, f"{len(told)} texts, each a verdict"
 
@@ -177,6 +207,18 @@ WORKINGS = (
         "verdicts do not change when many are judged at once",
         "give the function processes of its own (env.rewards.N.workers=4), or keep no global state in it",
         pool,
+    ),
+    Probe(
+        "the same siblings",
+        "scores go to the answer that they are about",
+        "return one score for each completion, in their order",
+        siblings,
+    ),
+    Probe(
+        "episodes apart",
+        "what the world answers depends on its own episode alone",
+        "keep the state of tools in the episode: no cache and no global that another episode reads",
+        episodes,
     ),
     Probe(
         "odd texts",
