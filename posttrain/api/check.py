@@ -7,9 +7,11 @@ import asyncio
 import json
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +19,7 @@ from rich.text import Text
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted
 from posttrain.api.console import PlainConsole
+from posttrain.core.abilities import LintFinding
 from posttrain.core.errors import ConfigError
 from posttrain.core.reader import is_run, steps
 from posttrain.core.run import Env
@@ -27,7 +30,9 @@ from posttrain.environment.check import CheckReport, Mark
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.make import environment
 from posttrain.environment.make import names as environment_names
+from posttrain.environment.render import Renderer
 from posttrain.environment.single import SingleTurn
+from posttrain.environment.template_lint import template_findings
 from posttrain.recipe.recipes import RECIPES
 from posttrain.recipe.recipes import recipe as shipped
 
@@ -48,7 +53,7 @@ def check(
 
     Args:
         env: what `env.name` may be, a run folder, an `Env`, or an environment of your own.
-        overrides: dotted changes of `env` and `seed`.
+        overrides: dotted changes of `env` and `seed`, and `model=PATH`: a model whose template is tried.
         tasks: number of held-out tasks to try.
         rate: answers per second that must be judged. None: the rate of the run's rollouts, or 16 without a run.
         progress: called with the name of each probe before it begins.
@@ -62,13 +67,15 @@ def check(
     for name, value in (("tasks", tasks), ("rate", rate)):
         if not value > 0:
             raise ConfigError(f"--{name} {value}: must be more than 0")
+    model = [w for w in overrides if w.partition("=")[0].split(".")[0] == "model"]
+    others = [w for w in overrides if w not in model]
     if isinstance(env, SingleTurn):
-        if overrides:
-            raise ConfigError(f"{overrides[0]}: an environment that is already built takes no overrides")
-        return _wait(env, tasks, rate, progress)
-    built = build(env, *overrides, trust=trust)
+        if others:
+            raise ConfigError(f"{others[0]}: an environment that is already built takes no overrides")
+        return _wait(env, tasks, rate, progress, model_findings(env, model) if model else [])
+    built = build(env, *others, trust=trust)
     try:
-        return _wait(built, tasks, rate, progress)
+        return _wait(built, tasks, rate, progress, model_findings(built, model) if model else [])
     finally:
         built.close()
 
@@ -89,8 +96,8 @@ def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> Single
     run = shipped("arithmetic")
     if strange := [w for w in overrides if w.partition("=")[0].split(".")[0] not in ("env", "seed")]:
         raise ConfigError(
-            f"{strange[0]}: a check reads the environment alone: env.args.NAME, env.rewards, env.prompts, env.heldout"
-            " and seed"
+            f"{strange[0]}: a check reads the environment alone, and with model=PATH the chat template of a model:"
+            " env.args.NAME, env.rewards, env.prompts, env.heldout, seed and model"
         )
     if not isinstance(env, Env) and is_run(env):
         run = admitted(env, *overrides, parts=("env",), allow=trust)
@@ -100,6 +107,29 @@ def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> Single
         run = replace(run, env=env) if isinstance(env, Env) else dotted.apply(run, [f"env={env}"])
         run = dotted.apply(run, list(overrides))
     return environment(run.env, run.seed)
+
+
+def model_findings(env: SingleTurn, words: Sequence[str]) -> list[LintFinding]:
+    """The stop tokens of the model that these overrides name, and what its chat template does with the data."""
+    from posttrain.engine.checkpoint import read_tokenizer
+    from posttrain.engine.saved_adapter import saved_adapter
+    from posttrain.engine.stops import resolve_stops, turn_end
+
+    model = dotted.apply(shipped("arithmetic"), list(words)).model
+    if model.path is None:
+        raise ConfigError(f"{' '.join(words)}: name the model whose chat template is checked: model=PATH_OR_HUB_ID")
+    saved = saved_adapter(model.path)
+    path = str(Path(model.path, "tokenizer")) if is_run(model.path) else model.path if saved is None else saved.base
+    tokenizer, config = read_tokenizer(path, model.trust_remote_code)
+    stops = resolve_stops(tokenizer, config)
+    named = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in stops)
+    advice = "correct generation_config.json or the chat template"
+    found = [LintFinding("model: stop tokens", f"a turn ends at {named}")]
+    found += [LintFinding("model: stop tokens", n, warns=True, advice=advice) for n in turn_end(tokenizer, stops)]
+    plain: Any = tokenizer
+    follows = [] if type(env).play is SingleTurn.play else ["user"]
+    looked = template_findings(Renderer(plain, stops), env, [*env.heldout, env.train.task(0)], follows)
+    return [*found, *(looked or [LintFinding("template", "prompts are text, so no chat template is used")])]
 
 
 def _refuse_others(target: str) -> None:
@@ -119,20 +149,23 @@ def _refuse_others(target: str) -> None:
         )
 
 
-def _wait(env: SingleTurn, tasks: int, rate: float, progress: Callable[[str], None]) -> CheckReport:
+def _wait(
+    env: SingleTurn, tasks: int, rate: float, progress: Callable[[str], None], found: Sequence[LintFinding]
+) -> CheckReport:
     """Run the probes to their end. Where an event loop is already running (notebooks), they run in a new thread."""
+    probing = partial(probes.check, env, tasks=tasks, rate=rate, progress=progress, found=found)
     box: list[CheckReport | BaseException] = []
 
     def body() -> None:
         try:
-            box.append(asyncio.run(probes.check(env, tasks=tasks, rate=rate, progress=progress)))
+            box.append(asyncio.run(probing()))
         except BaseException as error:
             box.append(error)
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(probes.check(env, tasks=tasks, rate=rate, progress=progress))
+        return asyncio.run(probing())
     thread = threading.Thread(target=body, name="posttrain check")
     thread.start()
     thread.join()

@@ -29,6 +29,7 @@ from posttrain.environment.check.answers import SHAPES
 from posttrain.environment.prove import as_asked
 from posttrain.environment.render import Renderer
 from posttrain.environment.scripted import attempt, judged
+from posttrain.environment.template_lint import template_findings
 from posttrain.role.judging import JUDGE_RETRIES
 from posttrain.role.talk import DemonstrationTalk
 
@@ -72,6 +73,10 @@ async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list
         *other_form(parts, env, [*train, *held]),
     ]
     answered = [await conversations_append(parts, setting, task) for task in [*train[:1], *held[:1]]]
+    learns = any(s.demonstrated or s.judged is not None for s in parts.run.stages)
+    render, follows = cast("Renderer", parts.renderer), ["user"] if any(answered) else []
+    looked = template_findings(render, env, [*held, *train], follows, learns)
+    notes += [f"{f.name}: {f.seen}; {f.advice}" for f in looked if f.warns]
     return [*notes, *(observations_can_be_written(parts, env.name) if any(answered) else [])]
 
 

@@ -18,6 +18,7 @@ from posttrain.core.request import StepNumber
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import SOLVED, Judged
 from posttrain.environment.scripted import attempt
+from posttrain.role.judging import attempt_of
 from posttrain.verifier.batches import misplaced, same_scores
 
 GOLD = 8
@@ -31,6 +32,8 @@ class RejudgedAnswers:
     If the environment vouches for its right answers, they must score 1 at the start and at every step.
     """
 
+    text: Callable[[np.ndarray], str] = lambda ids: ""
+    """Decodes token ids."""
     _gold: list[tuple[Turns, Attempt, tuple[Judged, ...]]] = field(
         default_factory=list[tuple[Turns, Attempt, tuple[Judged, ...]]]
     )
@@ -72,8 +75,8 @@ class RejudgedAnswers:
         if self._gold:
             out += await self._right_answer(env, *self._gold[self._turn % len(self._gold)])
         for e in _sample([e for g in played for e in g.episodes], self._turn):
-            ask = partial(_asked_again, env, e, next(g for g in played if e in g.episodes), at)
-            out += await self._repeats(ask, _again(e), e.verdicts, "an answer of this step")
+            ask = partial(_asked_again, env, e, next(g for g in played if e in g.episodes), at, self.text)
+            out += await self._repeats(ask, _again(e, self.text), e.verdicts, "an answer of this step")
         if env.abilities.together is not None and due(self._turn + 1):
             out += await self._siblings(env.abilities.together, played, at)
         self._turn += 1
@@ -83,7 +86,9 @@ class RejudgedAnswers:
         """Judge a group in another order. InvariantError if scores go to the wrong siblings."""
         groups = [[m for m in g.episodes if m.stop is not Stop.ERROR] for g in played]
         groups = [g for g in groups if all(map(_turns, g)) and len({m.reward for m in g}) > 1]
-        if not groups or not (why := await misplaced(together, list(map(_again, groups[0])), at, self._turn)):
+        if not groups or not (
+            why := await misplaced(together, [_again(m, self.text) for m in groups[0]], at, self._turn)
+        ):
             return []
         task = groups[0][0].task.id
         if why == "siblings":
@@ -170,24 +175,25 @@ class RejudgedAnswers:
         ]
 
 
-def _again(e: Episode) -> Attempt:
+def _again(e: Episode, text: Callable[[np.ndarray], str]) -> Attempt:
     """The attempt of a recorded episode. Verdicts about parts of an answer are not compared, so any token border is
     fine."""
-    said = tuple(int(i) for s in e.segments for i in s.ids[s.mask])
-    return Attempt(e.task, _turns(e), e.stop, int, e.state, said)
+    return attempt_of(e.task, _turns(e), e.stop, e.segments, text, int, e.state)
 
 
-async def _asked_again(env: Environment, e: Episode, group: Group, at: StepNumber) -> Sequence[Judged]:
+async def _asked_again(
+    env: Environment, e: Episode, group: Group, at: StepNumber, text: Callable[[np.ndarray], str]
+) -> Sequence[Judged]:
     """New verdicts about one episode. Sources that judge whole groups get its group again; they are left out where an
     attempt of the group cannot be read from its record."""
     together = env.abilities.together
     if together is None:
-        return await env.judge(_again(e))
-    alone = await env.judge(replace(_again(e), batched=True))
+        return await env.judge(_again(e, text))
+    alone = await env.judge(replace(_again(e, text), batched=True))
     members = [m for m in group.episodes if m.stop is not Stop.ERROR]
     if not all(_turns(m) for m in members):
         return alone
-    found, _ = await together([_again(m) for m in members], at)
+    found, _ = await together([_again(m, text) for m in members], at)
     return (*alone, *found[members.index(e)])
 
 

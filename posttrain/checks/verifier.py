@@ -40,6 +40,7 @@ class VerifierCheck(Observer):
         self._experience: Experience | None = None
 
     async def begin(self, roles: JudgedRoles) -> None:
+        self._rejudged.text = roles.text
         await self._rejudged.begin(roles.rollout.environment, self._history.taken)
 
     def on_event(self, roles: JudgedRoles, event: Event) -> ObserverReport | None:

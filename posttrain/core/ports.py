@@ -323,8 +323,8 @@ class PairRenderer(Protocol):
         """(prompt ids, completion ids that end in exactly one stop token), int32. Errors name the task."""
         ...
 
-    def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
-        """int32 ids of a demonstrated turn. It ends in one stop token: that of chats where `chat`, else of text."""
+    def completion_ids(self, text: str, *, chat: bool = False, task: str = "", behind: Any = ()) -> np.ndarray:
+        """int32 ids of a turn demonstrated `behind` others. It ends in one stop token: that of chats, or of text."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +57,21 @@ def read_skeleton(path: str, trust_remote_code: bool) -> tuple[PreTrainedConfig,
 def read_tokenizer(
     path: str, trust_remote_code: bool = False
 ) -> tuple[PreTrainedTokenizerFast, GenerationConfig | None]:
-    """The tokenizer of a local directory or hub id, and its generation config where there is one. Reads no weights."""
+    """The tokenizer of a local directory or hub id, and its generation config, or the one that its config implies,
+    where there is one. Reads no weights."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         examine(folder)
     where = str(folder.resolve()) if folder.is_dir() else locate(path)
     tokenizer = _tokenizer(where, trust_remote_code)
-    try:
-        return tokenizer, GenerationConfig.from_pretrained(where)
-    except OSError:
-        return tokenizer, None
+    for read in (GenerationConfig.from_pretrained, _implied):
+        with suppress(OSError, ValueError):
+            return tokenizer, read(where)
+    return tokenizer, None
+
+
+def _implied(where: str) -> GenerationConfig:
+    return GenerationConfig.from_model_config(AutoConfig.from_pretrained(where))
 
 
 def _config(where: str, trust: bool) -> PreTrainedConfig:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.core.errors import DataError, PosttrainError
 from posttrain.environment import templates
+from posttrain.environment.renderings import SAID
 
 
 def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int, ...]:
@@ -47,24 +49,39 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
 
 
 def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> list[str]:
-    """A note where the chat template ends an assistant's turn with a special token that is not a stop token."""
+    """Notes where a stop token is no token that ends a text, or where the chat template ends an assistant's turn, the
+    last one or one that a user answers, with no stop token."""
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    notes = [
+        f"a turn ends at {tokenizer.convert_ids_to_tokens(i)!r} ({i}), by eos_token_id of the model, and for the"
+        " tokenizer it is no token that ends a text: correct eos_token_id in generation_config.json"
+        for i in stop_ids
+        if i != tokenizer.eos_token_id and (i not in special or i in (tokenizer.bos_token_id, tokenizer.unk_token_id))
+    ]
     if not tokenizer.chat_template:
-        return []
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
-    try:
-        text = templates.apply(tokenizer, turns, generate=False)
-    except templates.RefusedError as error:
-        return [f"the chat template does not render a user and an assistant turn ({error})"]
-    except PosttrainError:
-        raise
-    except Exception as error:  # a tokenizer of the model's own code may raise anything
-        return [f"the chat template does not render a user and an assistant turn ({type(error).__name__}: {error})"]
-    after = tokenizer.encode(str(text).rpartition("ok")[2], add_special_tokens=False)
-    special = tokenizer.added_tokens_decoder
-    if after and after[0] in special and special[after[0]].special and after[0] not in stop_ids:
-        token = tokenizer.convert_ids_to_tokens(after[0])
-        return [
-            f"the chat template ends a turn with {token!r} ({after[0]}), which is not a stop token: add it to"
-            " eos_token_id in generation_config.json"
-        ]
-    return []
+        return notes
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": SAID}]
+    tails: list[str] = []
+    for more in ([], turns[:1]):
+        try:
+            text = templates.apply(tokenizer, [*turns, *more], generate=False)
+        except PosttrainError:
+            raise
+        except Exception as error:  # a tokenizer of the model's own code may raise anything
+            told = str(error) if isinstance(error, templates.RefusedError) else f"{type(error).__name__}: {error}"
+            notes += [] if tails else [f"the chat template does not render a user and an assistant turn ({told})"]
+            break
+        tails.append(str(text).rpartition(SAID)[2])
+    named = {str(tokenizer.decode([i])): i for i in (*special, *stop_ids)}
+    one = "|".join(map(re.escape, sorted(filter(None, named), key=len, reverse=True)))
+    ends = [re.findall(one, found[0]) for t in tails if (found := re.match(rf"(?:\s*(?:{one}))*", t))]
+    if not ends or any(named[name] in stop_ids for names in ends for name in names):
+        return notes
+    if not ends[0]:
+        wanted = " or ".join(repr(tokenizer.convert_ids_to_tokens(i)) for i in stop_ids)
+        return [*notes, f"the chat template writes {tails[0][:20]!r} behind a turn: let it end a turn with {wanted}"]
+    return [
+        *notes,
+        f"the chat template ends a turn with {ends[0][0]!r} ({named[ends[0][0]]}), which is not a stop token: add it to"
+        " eos_token_id in generation_config.json",
+    ]

@@ -17,8 +17,8 @@ from posttrain.core.content import content_of, text_of
 from posttrain.core.errors import DataError, PosttrainError
 from posttrain.core.types import Message
 from posttrain.environment import parts, templates
-from posttrain.environment.renderings import REWRITES, common, differs, squeezed
-from posttrain.verifier.calling.parse import FORMATS, THOUGHTS, Parsed, ToolCall, parse
+from posttrain.environment.renderings import REWRITES, common, differs, opening, squeezed
+from posttrain.verifier.calling.parse import FORMATS, Parsed, ToolCall, parse
 
 PROBE = "ok"
 """The assistant's turn in probes of what a template writes after a turn."""
@@ -310,9 +310,7 @@ class Chat:
         tools = tools or ([WEATHER] if follow == "tool" else [])
         start = [Message(role="user", content="hi")]
         try:
-            opened = (
-                self.render(start, generate=True, tools=tools).rstrip().endswith(tuple(begin for begin, _ in THOUGHTS))
-            )
+            opened = opening(self.render(start, generate=True, tools=tools))
             plain = self._canonical(start, tools)
             for said in [THOUGHT_ON] if opened else [plain, plain.replace(PROBE, MARKS), *self._reasoned]:
                 history = start

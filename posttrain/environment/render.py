@@ -5,7 +5,7 @@ A prompt is encoded once, and each observation is encoded separately. A turn of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -14,8 +14,9 @@ from posttrain.core.content import content_of, mapped
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.types import Message
 from posttrain.environment.chat import SHIELD, After, Chat, Tools
+from posttrain.environment.renderings import TAIL, continued, opening
 from posttrain.environment.said_calls import MARK, written
-from posttrain.environment.writable import Writable
+from posttrain.environment.writable import EXACT, Writable, leading_ids
 
 Content = str | Sequence[Message]
 LONG = 1 << 14
@@ -60,7 +61,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(int(i) for i in stop_ids)
         self.context, self.history = context, history
-        self._leading = _leading(tokenizer)
+        self._leading = leading_ids(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         """The Rust tokenizer inside a fast tokenizer. It gives the same ids at a tenth of the wrapper's cost."""
         if self._backend is not None:
@@ -127,7 +128,7 @@ class Renderer:
         chat = not isinstance(prompt, str)
         before = self.prompt(prompt, task, tools) if len(prompt) else self.start()
         if MARK not in completion:
-            return before, self.completion_ids(completion, chat=chat, task=task)
+            return before, self.completion_ids(completion, chat=chat, task=task, behind=before)
         try:
             said, stop = written(self.template, prompt, completion, tools)
         except DataError as error:
@@ -135,12 +136,17 @@ class Renderer:
         ids, end = self.completion_ids(said, chat=chat, task=task), self.encode(stop)
         return before, np.array([*ids[: len(ids) - len(end)], *end], np.int32)
 
-    def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
+    def completion_ids(self, text: str, *, chat: bool = False, task: str = "", behind: Any = ()) -> np.ndarray:
         """int32 ids of a demonstration. No special tokens are added, and exactly one stop id is at the end.
+
+        Args:
+            behind: ids of the prompt. If a chat template opened a thought there, the text goes on behind it.
 
         Raises:
             DataError: a stop token is in the middle. The policy could never generate the text after it.
         """
+        if chat and (opened := self.opening(behind)):
+            text = continued(self.template, text, opened)
         ids = self.encode(text).tolist()
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -148,7 +154,7 @@ class Renderer:
         if inside:
             raise DataError(
                 f"{_named(task)}: the completion has stop token {inside[0]}"
-                f" ({self.tokenizer.decode(inside[:1], **_EXACT)!r}) before its end"
+                f" ({self.tokenizer.decode(inside[:1], **EXACT)!r}) before its end"
             )
         end = self.stop_ids[:1] if not chat else (self.chat_stop,) if self.stop_ids else ()
         return np.array([*ids, *end], np.int32)
@@ -158,11 +164,15 @@ class Renderer:
         said = _plain(ids)
         return self.decode(said[:-1] if said and said[-1] in self.stop_ids else said)
 
+    def opening(self, prompt: Sequence[int] | np.ndarray) -> str:
+        """The tag of a thought that these ids open at their end; '' if none."""
+        return opening(self.decode(prompt[-TAIL:])) if len(prompt) else ""
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of all ids, special tokens included."""
         if self._backend is not None:
             return self._backend.decode(_plain(ids), skip_special_tokens=False)
-        return self.tokenizer.decode(_plain(ids), **_EXACT)
+        return self.tokenizer.decode(_plain(ids), **EXACT)
 
     def spell(self, word: str) -> tuple[tuple[int, ...], ...]:
         """The token sequences of a word: alone, and after a space if the space becomes part of its first token.
@@ -360,35 +370,6 @@ class RenderedDialogue:
             return ask(*args)
         except DataError as error:
             raise DataError(f"{_named(self._task)}: {error}") from error
-
-
-_EXACT: Mapping[str, bool] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-
-
-def _leading(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Special ids before plain text, found by encoding a probe with and without them."""
-    probe = _probe(tokenizer)
-    full, bare = tokenizer.encode(probe, add_special_tokens=True), tokenizer.encode(probe, add_special_tokens=False)
-    for start in range(len(full) - len(bare) + 1):
-        if full[start : start + len(bare)] == bare:
-            return tuple(full[:start])
-    raise DataError(
-        f"this tokenizer encodes {probe!r} as {bare} alone but as {full} with special tokens; its special tokens cannot"
-        " be told apart"
-    )
-
-
-def _probe(tokenizer: Tokenizer) -> str:
-    """A text that the tokenizer can encode. A character tokenizer has only its alphabet."""
-    for text in ("0", "a", *(tokenizer.decode([i], **_EXACT) for i in range(64))):
-        try:
-            if text and tokenizer.encode(text, add_special_tokens=False):
-                return text
-        except Exception:  # the tokenizers library raises plain exceptions for what a vocabulary lacks
-            continue
-    raise DataError(
-        "this tokenizer can write neither 0, nor a, nor any of its first 64 tokens; it is no tokenizer of text"
-    )
 
 
 def _plain(ids: Sequence[int] | np.ndarray) -> list[int]:

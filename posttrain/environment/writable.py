@@ -7,9 +7,16 @@ ours and leave the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from posttrain.core.errors import DataError
+
+if TYPE_CHECKING:
+    from posttrain.environment.render import Tokenizer
+
+EXACT: Mapping[str, bool] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+"""Options with which every id is decoded as it stands."""
 
 PROBES = "é雪ßЖ\U0001f9ee"
 """Characters of many scripts. A tokenizer that encodes each of them is taken to encode every text."""
@@ -71,3 +78,29 @@ class Writable:
             return list(self._encode(text))
         except Exception:  # the tokenizers library raises plain exceptions for what a vocabulary lacks
             return None
+
+
+def leading_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Special ids before plain text, found by encoding a probe with and without them."""
+    probe = _probe(tokenizer)
+    full, bare = tokenizer.encode(probe, add_special_tokens=True), tokenizer.encode(probe, add_special_tokens=False)
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return tuple(full[:start])
+    raise DataError(
+        f"this tokenizer encodes {probe!r} as {bare} alone but as {full} with special tokens; its special tokens cannot"
+        " be told apart"
+    )
+
+
+def _probe(tokenizer: Tokenizer) -> str:
+    """A text that the tokenizer can encode. A character tokenizer has only its alphabet."""
+    for text in ("0", "a", *(tokenizer.decode([i], **EXACT) for i in range(64))):
+        try:
+            if text and tokenizer.encode(text, add_special_tokens=False):
+                return text
+        except Exception:  # the tokenizers library raises plain exceptions for what a vocabulary lacks
+            continue
+    raise DataError(
+        "this tokenizer can write neither 0, nor a, nor any of its first 64 tokens; it is no tokenizer of text"
+    )

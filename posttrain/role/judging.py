@@ -7,9 +7,11 @@ are called once all episodes of a group have ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from posttrain.core.abilities import Together
 from posttrain.core.errors import ConfigError, InvariantError
@@ -17,8 +19,9 @@ from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt, Environment, EpisodeJudge
 from posttrain.core.redact import redacted
 from posttrain.core.request import StepNumber
-from posttrain.core.types import Episode, Segment, Stop
+from posttrain.core.types import Episode, Segment, Stop, Task
 from posttrain.core.verdict import Judged, State, Verdict, failed
+from posttrain.environment.renderings import TAIL, opening
 from posttrain.role.concurrency import together
 
 JUDGE_RETRIES = 2
@@ -34,6 +37,29 @@ class ComparingJudge(Protocol):
     def compares(self) -> bool:
         """Whether it does. Where it failed on some episodes, it is then asked again about all of them."""
         ...
+
+
+def attempt_of(
+    task: Task,
+    turns: Sequence[str],
+    stop: Stop,
+    segments: Sequence[Segment],
+    text: Callable[[np.ndarray], str],
+    upto: Callable[[int], int],
+    state: Any = None,
+) -> Attempt:
+    """The attempt. Where the prompt ends in a tag that opens a thought, each turn begins with it, so that a verifier
+    reads the whole thought.
+
+    Args:
+        text: decodes token ids.
+        upto: the number of spoken tokens up to a character of the last of `turns`.
+    """
+    mask, ids = (segments[-1].mask, segments[-1].ids) if segments else (np.zeros(0, bool), np.zeros(0, np.int32))
+    begin = max(np.flatnonzero(mask & ~np.append(False, mask[:-1])), default=0)
+    opened = opening(text(ids[max(0, begin - TAIL) : begin])) if begin else ""
+    said = tuple(i for s in segments for i in s.ids[s.mask].tolist())
+    return Attempt(task, tuple(opened + t for t in turns), stop, lambda n: upto(n - len(opened)), state, said)
 
 
 async def judged(environment: Environment, attempt: Attempt, alone: bool = True) -> tuple[Judged, ...]:

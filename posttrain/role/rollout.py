@@ -17,7 +17,7 @@ from posttrain.core import abilities, seeds
 from posttrain.core.asker import DEADLY, Asker, DeadLetter, asked_for
 from posttrain.core.errors import InvariantError, PosttrainError
 from posttrain.core.gauge import Gauges, merge
-from posttrain.core.ports import Attempt, Dialogue, Environment, EpisodeJudge, PairRenderer, Sampler, Talk
+from posttrain.core.ports import Dialogue, Environment, EpisodeJudge, PairRenderer, Sampler, Talk
 from posttrain.core.redact import scrubbed, scrubbed_data
 from posttrain.core.request import PassRate, RolloutRequest
 from posttrain.core.role_row import RoleRow
@@ -28,7 +28,7 @@ from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.concurrency import settled, together
 from posttrain.role.demonstrate import recited
-from posttrain.role.judging import SiblingVerdicts, judged, with_judges
+from posttrain.role.judging import SiblingVerdicts, attempt_of, judged, with_judges
 from posttrain.role.talk import Conversation, Player, tokens_upto
 
 
@@ -112,7 +112,8 @@ class Rollout:
             verdicts: tuple[Judged, ...] = (Judged(source, 1.0, Verdict.failed(source, why)),)
             return self._episode(task, visit, sibling, talk, talk.segments(), Stop.ERROR, verdicts, why)
         segments = talk.segments()
-        attempt = Attempt(task, tuple(talk.turns), stop, talk.spoken_upto, talk.state, _said(segments))
+        text, upto = self.dialogue(task.id).text, talk.spoken_upto
+        attempt = attempt_of(task, talk.turns, stop, segments, text, upto, talk.state)
         member = sibling if talks is not None else None  # a greedy answer beside the siblings is none of them
         verdicts = await (
             judged(self.environment, attempt, not self.judges)
@@ -171,18 +172,20 @@ class Rollout:
                 self.environment, self.renderer, self.dialogue(task.id), task, prompt, completion, sampling
             )
             segments, text = (said.transcript.segment(),), "\n".join(said.turns)
-            attempt = Attempt(task, tuple(said.turns), Stop.SAID, said.spoken_upto, said.state, _said(segments))
+            decode, upto = self.dialogue(task.id).text, said.spoken_upto
+            attempt = attempt_of(task, said.turns, Stop.SAID, segments, decode, upto, said.state)
             verdicts = (*await judging.judge(attempt, segments, sibling), *said.paid)
             return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=scrubbed_data(said.state))
         seen, ids = self.renderer.pair(prompt, completion, task.id, task.tools)
         transcript = Transcript(sampling)
         transcript.see(seen)
         transcript.show(ids)
-        segment = transcript.segment()
-        upto = partial(tokens_upto, self.dialogue(task.id), ids)
-        attempt = Attempt(task, (completion,), Stop.SAID, upto, ids=_said((segment,)))
+        segment, dialogue = transcript.segment(), self.dialogue(task.id)
+        text = dialogue.text(ids)
+        upto = partial(tokens_upto, dialogue, ids)
+        attempt = attempt_of(task, (text,), Stop.SAID, (segment,), dialogue.text, upto)
         verdicts = await judging.judge(attempt, (segment,), sibling)
-        return Episode(task, visit, sibling, (segment,), Stop.SAID, verdicts, completion)
+        return Episode(task, visit, sibling, (segment,), Stop.SAID, verdicts, text)
 
     async def group(self, task: Task, visit: int, request: RolloutRequest, sampling: Sampling, stream: str) -> Group:
         """Play all siblings of one prompt concurrently.
@@ -250,8 +253,3 @@ class Rollout:
             played += groups
             passed += [not request.mixed or group.mixed for group in groups]
         return tuple(played), tuple(passed)
-
-
-def _said(segments: Sequence[Segment]) -> tuple[int, ...]:
-    """Ids of the spoken tokens, of all segments in order."""
-    return tuple(i for s in segments for i in s.ids[s.mask].tolist())

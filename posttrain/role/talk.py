@@ -267,7 +267,9 @@ class DemonstrationTalk:
                 f"task {self._task!r}: the demonstration has {len(self._turns)} turns, and the episode goes on: correct"
                 " the environment's demonstrate()"
             )
-        ids = self._renderer.completion_ids(self._turns[len(self.turns)], chat=self._chat, task=self._task)
+        ids = self._renderer.completion_ids(
+            self._turns[len(self.turns)], chat=self._chat, task=self._task, behind=self.transcript.ids
+        )
         self.transcript.show(ids)
         self.turns.append(self._dialogue.said(ids))
         self._before, self._last = self.spoken, ids

@@ -15,7 +15,7 @@ import numpy as np
 
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
-from posttrain.core.ports import Attempt, Environment, EpisodeJudge, Sampler
+from posttrain.core.ports import Environment, EpisodeJudge, Sampler
 from posttrain.core.process import Aggregate, aggregated, step_ends
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
@@ -23,6 +23,7 @@ from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Segment, Task
 from posttrain.core.verdict import SOLVED, outcome
 from posttrain.role.concurrency import together
+from posttrain.role.judging import attempt_of
 from posttrain.role.probe import READ
 from posttrain.role.step_judge import StepScorer
 from posttrain.role.steps import TokenEnds
@@ -205,7 +206,8 @@ class StepSearch:
 
     async def verdict(self, task: Task, b: Beginning) -> float | None:
         """The environment's outcome of an answer; None where it could not be judged."""
-        attempt = Attempt(task, (self.text(b.ids),), b.stop or Stop.LENGTH, ids=tuple(b.ids.tolist()))
+        said = (self.text(b.ids),)
+        attempt = attempt_of(task, said, b.stop or Stop.LENGTH, (self._segment(task, b),), self.text, int)
         return outcome(await self.environment.judge(attempt))
 
     async def right(self, task: Task, b: Beginning) -> bool | None:

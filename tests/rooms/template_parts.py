@@ -99,8 +99,10 @@ LLAMA4 = (
 MISTRAL = (
     "<s>{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0"
     " %}{% endif %}{% endfor %}{% for m in messages %}{% if m['role'] == 'user' %}{% if tools and loop.index0 =="
-    " ns.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] {{ m['content'] }}[/INST]{%"
-    " elif m['tool_calls'] %}[TOOL_CALLS] [{% for c in m['tool_calls'] %}{% if c['id'] | length != 9 %}{{"
+    " ns.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] {% if"
+    " loop.index0 == ns.last and messages[0]['role'] == 'system' %}{{ messages[0]['content']"
+    " }}\n\n{% endif %}{{ m['content']"
+    " }}[/INST]{% elif m['tool_calls'] %}[TOOL_CALLS] [{% for c in m['tool_calls'] %}{% if c['id'] | length != 9 %}{{"
     " raise_exception('ids of calls have 9 characters') }}{% endif %}{\"name\": \"{{ c['function']['name'] }}\","
     " \"arguments\": {{ c['function']['arguments'] | tojson }}, \"id\": \"{{ c['id'] }}\"}{{ ', ' if not loop.last }}{%"
     " endfor %}]</s>{% elif m['role'] == 'tool' %}{% if not messages[loop.index0 - 1]['tool_calls'] and"
@@ -125,8 +127,9 @@ PHI = (
     " %}<|assistant|>\n{% endif %}"
 )
 DEEPSEEK = (
-    "<｜begin▁of▁sentence｜>{% if tools %}{{ tools | tojson }}{% endif %}{% set ns = namespace(out=false) %}{% for m in"
-    " messages %}{% if m['role'] == 'user' %}<｜User｜>{{ m['content'] }}{% elif m['tool_calls']"
+    "<｜begin▁of▁sentence｜>{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages"
+    " %}{% if m['role'] == 'system' %}{{ m['content'] }}{% elif m['role'] == 'user'"
+    " %}<｜User｜>{{ m['content'] }}{% elif m['tool_calls']"
     " %}<｜Assistant｜><｜tool▁calls▁begin｜>{% for c in m['tool_calls'] %}<｜tool▁call▁begin｜>{{ c['type']"
     " }}<｜tool▁sep｜>{{ c['function']['name'] }}\n```json\n{{ '' + c['function']['arguments']"
     " }}\n```<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>{% elif m['role'] == 'assistant'"
@@ -161,7 +164,8 @@ HARMONY = (
     " m['thinking'] }}<|end|>{% endif %}{% set f = m['tool_calls'][0]['function']"
     " %}<|start|>assistant<|channel|>commentary to=functions.{{ f['name'] }} <|constrain|>json<|message|>{{"
     " f['arguments'] | tojson }}<|call|>{% else %}<|start|>assistant<|channel|>final<|message|>{{ m['content']"
-    " }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    " }}{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 
 _OSLO = '{"city": "Oslo"}'
@@ -291,7 +295,7 @@ FAMILIES: dict[str, Family] = {
         "harmony",
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.look_up"
         f" <|constrain|>json<|message|>{_OSLO}",
-        user="none of the stop tokens",
+        user="channels are written by the template",
     ),
 }
 

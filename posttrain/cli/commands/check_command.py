@@ -15,7 +15,8 @@ def add(sub: Subparsers) -> None:
         "try an environment and its verifiers: right answers, near misses, noise and tricks; ends with 1 where a probe "
         "failed",
         "posttrain check arithmetic env.args.max_operand=99\n  posttrain check gym:chain_sum --tasks 64\n"
-        "  posttrain check mine.py:MyTask --json\n  posttrain check prompts env.prompts=mine.jsonl env.rewards=math",
+        "  posttrain check mine.py:MyTask --json\n  posttrain check prompts env.prompts=mine.jsonl env.rewards=math\n"
+        "  posttrain check prompts env.prompts=mine.jsonl env.rewards=math model=PATH",
     )
     p.usage = "posttrain check ENV [key=value ...] [options]"
     p.add_argument(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from posttrain.core.abilities import LintFinding
 from posttrain.environment.check.payment import PAYMENT
 from posttrain.environment.check.preferences import PREFERENCES
 from posttrain.environment.check.probe import Mark, Probe, ProbeResult
@@ -48,7 +49,12 @@ class CheckReport:
 
 
 async def check(
-    env: SingleTurn, *, tasks: int = TASKS, rate: float = RATE, progress: Callable[[str], None] = lambda _: None
+    env: SingleTurn,
+    *,
+    tasks: int = TASKS,
+    rate: float = RATE,
+    progress: Callable[[str], None] = lambda _: None,
+    found: Sequence[LintFinding] = (),
 ) -> CheckReport:
     """Try an environment and its verifiers.
 
@@ -56,31 +62,30 @@ async def check(
         tasks: the number of tasks: held-out ones, then training tasks if there are too few of those.
         rate: answers that must be judged in a second.
         progress: called with the name of each probe as it begins.
+        found: what is already known of the data.
     """
     progress("claims")
-    found = [_claim(c) for c in await claims(env)]
-    found += _lint(env)
+    results = [_claim(c) for c in await claims(env)]
+    looked = env.abilities.lint
+    results += [_linted(f, "judged data may teach something else") for f in (looked() if looked is not None else ())]
+    results += [_linted(f, "the policy may be shown, or learn, something else than the data says") for f in found]
     if not env.abilities.judges:
-        return CheckReport(env.name, len(env.heldout) + (env.train.count or 0), (), tuple(found))
+        return CheckReport(env.name, len(env.heldout) + (env.train.count or 0), (), tuple(results))
     progress("gold")
     count, some = env.train.count, list(env.heldout[:tasks])
     some += [env.train.task(i) for i in range(tasks - len(some) if count is None else min(tasks - len(some), count))]
     subject = await Subject.of(env, some, rate)
     for probe in PROBES:
         progress(probe.name)
-        found.append(await probe(subject))
+        results.append(await probe(subject))
     own = (env.name,) if env.vouches_for_gold else ()
     sources = dict.fromkeys([*own, *subject.sources, *subject.shaping])
-    return CheckReport(env.name, len(some), tuple(sources), tuple(found))
+    return CheckReport(env.name, len(some), tuple(sources), tuple(results))
 
 
-def _lint(env: SingleTurn) -> list[ProbeResult]:
-    """What the environment finds when it looks at its data."""
-    looked = env.abilities.lint
-    return [
-        ProbeResult(f.name, Mark.WARN if f.warns else Mark.OK, f.seen, "judged data may teach something else", f.advice)
-        for f in (looked() if looked is not None else ())
-    ]
+def _linted(f: LintFinding, means: str) -> ProbeResult:
+    """What was found in the data, as a result."""
+    return ProbeResult(f.name, Mark.WARN if f.warns else Mark.OK, f.seen, means, f.advice if f.warns else "")
 
 
 def _claim(c: Check) -> ProbeResult:
