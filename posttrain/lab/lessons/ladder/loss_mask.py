@@ -1,0 +1,174 @@
+"""Page L3: which tokens a demonstration teaches. A small policy learns to reverse words, with and without the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.algorithm.losses import Likelihood
+from posttrain.checks.data import same_question
+from posttrain.core.batch import Batch
+from posttrain.core.scores import TokenScores
+from posttrain.core.types import Message, Segment, Task
+from posttrain.faults.registry import planted
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Lesson,
+    Readout,
+    Slider,
+    Toggle,
+    Values,
+    refusal,
+)
+from posttrain.role import demonstrate
+from posttrain.toy.readers import PositionReader
+from posttrain.web.picture import Curve, TextTile, Tiles
+
+LETTERS = "abcdefgh<>#"
+LONG, HELD, STEPS, EVERY = 4, 64, 100, 5
+
+
+def ids(text: str) -> np.ndarray:
+    return np.array([LETTERS.index(c) for c in text], np.int32)
+
+
+def text(shown: np.ndarray) -> str:
+    return "".join(LETTERS[i] for i in shown.tolist())
+
+
+class LetterTexts:
+    """Writes a prompt and a completion as the ids of their letters."""
+
+    def pair(
+        self, prompt: str | Sequence[Message], completion: str, task: str = "", tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return ids(str(prompt)), self.completion_ids(completion)
+
+    def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
+        return ids(f"{text}#")
+
+
+def demonstrated(shown: tuple[str, ...], masked: bool) -> list[Segment]:
+    """<word> and its reversal for each word, by the function that every supervised stage uses. Without the mask it is
+    the planted fault."""
+    with planted(None if masked else "prompt_imitated"):
+        return [demonstrate.demonstration(LetterTexts(), Task(w, w), f"<{w}>", w[::-1], 64) for w in shown]
+
+
+@cache
+def words(seed: int, count: int) -> tuple[str, ...]:
+    """Different words: each letter is often followed by the same other one, as in a language."""
+    made, likely = np.random.default_rng(seed), np.random.default_rng(3).permutation(8)
+    out = dict[str, None]()
+    while len(out) < count:
+        word = [int(made.integers(8))]
+        for _ in range(LONG - 1):
+            word.append(int(likely[word[-1]]) if made.random() < 0.4 else int(made.integers(8)))
+        out["".join(LETTERS[i] for i in word)] = None
+    return tuple(out)
+
+
+def batch_of(seed: int, count: int, masked: bool) -> Batch:
+    return demonstrate.imitated(demonstrated(words(seed, count), masked))
+
+
+@cache
+def learn(masked: bool, count: int, width: int, seed: int) -> tuple[list[float], float]:
+    """Share of unseen words that are reversed, by step, and the mean log-prob that words have at the end."""
+    batch = batch_of(seed, count, masked)
+    seen = torch.from_numpy(batch.ids_N.reshape(count, -1).astype(np.int64))
+    source, target = torch.from_numpy(batch.source_M), torch.from_numpy(batch.target_M.astype(np.int64))
+    unseen = np.stack([ids(f"<{w}>{w[::-1]}#") for w in words(seed, count + HELD)[count:]])
+    held = torch.from_numpy(unseen.astype(np.int64))
+    policy = PositionReader(letters=len(LETTERS), positions=seen.shape[1], width=width, seed=seed)
+    optimizer, right = torch.optim.Adam(policy.parameters(), lr=0.03), list[float]()
+    with torch.enable_grad():
+        for step in range(STEPS + 1):
+            if step % EVERY == 0:
+                said = policy(held[:, :-1]).argmax(-1)[:, LONG + 1 :]
+                right.append(float((said == held[:, LONG + 2 :]).all(1).double().mean()))
+            logp = torch.log_softmax(policy(seen), -1).reshape(-1, len(LETTERS))[source, target]
+            optimizer.zero_grad()
+            Likelihood().terms(batch, TokenScores(logp, None, None)).loss.backward()
+            optimizer.step()
+        logp = torch.log_softmax(policy(held[:, :-1]), -1).gather(2, held[:, 1:, None])
+    return right, float(logp[:, :LONG].mean().detach())
+
+
+def compute(k: Values) -> Readout:
+    masked, count, at = bool(k["mask"]), int(k["count"]), (int(k["count"]), int(k["width"]), int(k["seed"]))
+    on, off = learn(True, *at), learn(False, *at)
+    batch, first = batch_of(at[2], count, masked), demonstrated(words(at[2], 1), masked)[0]
+    word = len(first.ids) - LONG - 1
+    tiles = [
+        TextTile(LETTERS[i], "mute" if not m else "good" if j >= word else "bad")
+        for j, (i, m) in enumerate(zip(first.ids.tolist(), first.mask.tolist(), strict=True))
+    ]
+    shown, asked = batch.ids_N[: int(batch.source_M[0]) + 1], first.ids[:word]
+    chosen = on if masked else off
+    return Readout(
+        pictures=(
+            Tiles("The first demonstration", {"": tiles},
+                  {"good": "answer, learned", "mute": "prompt, only read", "bad": "prompt, and learned"}),
+            Curve("Unseen words that are reversed", list(range(0, STEPS + 1, EVERY)),
+                  {"with mask": on[0], "without": off[0]}, low=0, high=1),
+        ),
+        sentence=f"**{int(first.mask.sum())}** of {len(first.ids)} tokens are learned. After {STEPS} steps on {count} "
+        f"demonstrations **{chosen[0][-1]:.0%}** of 64 unseen words are reversed: **{on[0][-1]:.0%}** with the mask, "
+        f"**{off[0][-1]:.0%}** without.",
+        values={"accuracy": chosen[0][-1], "accuracy without mask": off[0][-1], "log-prob of prompts": chosen[1]},
+        says=refusal(lambda: same_question(shown, asked, text), "same_question"),
+    )  # fmt: skip
+
+
+LESSON = Lesson(
+    number="L3",
+    name="mask",
+    title="The loss mask: learn the answer alone",
+    part="the ladder",
+    force="signal",
+    minutes=5,
+    question="A demonstration is a prompt and an answer: should the policy learn to write the prompt too?",
+    idea="""
+        Supervised fine-tuning makes the tokens of an answer more likely. The prompt stands before them in the same
+        sequence. A mask says which tokens count in the loss. Without it the policy also learns to write prompts:
+        here random words, which it can only learn by heart. That takes room and steps from the task.
+
+        Both policies here see the same words and take the same steps, on the mean over the tokens that count. With
+        many demonstrations both learn the task, and the mask saves time. With few, the one without a mask learns
+        words by heart and reverses fewer new ones.
+    """,
+    formula="loss = - mean over tokens with mask 1 of  log pi( token | all tokens before it )",
+    knobs=(
+        Toggle("mask", "mask the prompt", True),
+        Slider("count", "demonstrations", 16, 8, 64, 8),
+        Slider("width", "width of the policy", 4, 2, 8),
+        Slider("seed", "seed", 0, 0, 8),
+    ),
+    compute=compute,
+    pace="release",
+    breaks=(
+        Break({"mask": False}, "It learns the words of the prompts by heart, and reverses fewer new ones.",
+              "same_question"),
+    ),
+    exercises=(
+        AskNumber("How many tokens of <bad>dab# are learned with the mask?", 4, why="d, a, b and the stop #."),
+        AskKnobs("Reverse 95 % of the unseen words without the mask.", "accuracy without mask", 0.95, None,
+                 {"count": 64}, why="Words that cannot be learned by heart do no more harm than noise."),
+        AskChoice("Which tokens of an answer does the mask keep?",
+                  ("All but the stop token", "All with the stop token", "The first one"), 1,
+                  why="Without the stop token the policy never learns to end."),
+    ),
+    code=("posttrain.role.demonstrate.demonstration", "posttrain.algorithm.losses.Likelihood",
+          "posttrain.checks.data.same_question"),
+    docs="coming-from-trl.md",
+    command="posttrain run arithmetic fault=prompt_imitated --allow-fault",
+    grid=("mask", "count"),
+)  # fmt: skip
