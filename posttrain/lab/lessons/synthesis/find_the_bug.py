@@ -1,0 +1,173 @@
+"""Page 24: plant one of seven bugs in the library's own code, see what it does to a step, and read the diagnosis."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from posttrain.algorithm.credit import credit_step
+from posttrain.algorithm.losses import PolicyLoss
+from posttrain.checks.credit import StepCreditAudit
+from posttrain.checks.expected import expected_credit
+from posttrain.checks.synthetic import agrees_on_synthetic_batch
+from posttrain.core.batch import Batch
+from posttrain.core.ladder import GRPO
+from posttrain.core.run import Reinforce
+from posttrain.core.scored import ScoredGroup
+from posttrain.core.scores import TokenScores
+from posttrain.core.streams import ADVANTAGE, MU
+from posttrain.faults.registry import FAULTS, planted
+from posttrain.lab.lesson import (
+    AskChoice,
+    AskKnobs,
+    AskNumber,
+    Break,
+    Lesson,
+    Options,
+    Readout,
+    Slider,
+    Values,
+    refusal,
+)
+from posttrain.role.pack import pack
+from posttrain.toy.episodes import PlainEpisode, scored_group
+from posttrain.web.picture import Bars
+
+BUGS = {
+    "none": None,
+    "standard deviation over G": "std_ddof",
+    "groups mixed up": "groups_mixed",
+    "credit one token late": "advantage_off_by_one",
+    "sign flipped": "sign_flip",
+    "KL reversed": "kl_reversed",
+    "old log-prob recomputed": "old_logprob_after_step",
+    "clip never acts": "clip_never_acts",
+}
+REWARDS, LENGTHS, LONGEST = ((1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0)), (3, 5, 2, 4), 20
+STAGE = Reinforce(name="rl")
+
+
+def step_of(seed: int) -> tuple[list[ScoredGroup], np.ndarray]:
+    """(two groups of four answers, by how much the learner has moved from each sampled token)."""
+    made = np.random.default_rng(seed)
+    groups = list[ScoredGroup]()
+    for p, rewards in enumerate(REWARDS):
+        plain = list[PlainEpisode]()
+        for reward, n in zip(rewards, LENGTHS, strict=True):
+            mu = made.uniform(-2.5, -1, n)
+            ids = made.integers(1, 9, n).astype(np.int32)
+            plain.append(PlainEpisode(reward, [[n]], mu, start=mu, reference=mu + made.normal(0, 0.3, n), ids=ids))
+        groups.append(scored_group(f"prompt {'AB'[p]}", plain))
+    return groups, made.normal(0, 0.25, 2 * sum(LENGTHS))
+
+
+def packed(groups: list[ScoredGroup]) -> Batch:
+    """The step's one minibatch, with its credit: what a run would train on."""
+    credit = credit_step(GRPO, groups, max_tokens=LONGEST, ema=0.0)
+    (minibatch,) = pack(credit, GRPO, STAGE, seed=0, step=1)
+    assert minibatch.batch is not None
+    return minibatch.batch
+
+
+def push(batch: Batch, moved: np.ndarray) -> np.ndarray:
+    """By how much the loss raises the log-prob of each token."""
+    with torch.enable_grad():
+        logp = torch.tensor(batch[MU] + moved, dtype=torch.float32, requires_grad=True)
+        PolicyLoss(GRPO).terms(batch, TokenScores(logp, None, None)).loss.backward()
+    assert logp.grad is not None
+    return -logp.grad.double().numpy()
+
+
+def audit(groups: list[ScoredGroup], batch: Batch) -> None:
+    """Credit and weights of the minibatch, computed a second way."""
+    expected = expected_credit(GRPO, groups, max_tokens=LONGEST, ema=0.0)
+    assert expected is not None
+    StepCreditAudit(GRPO, expected, 1, LONGEST).check(batch)
+
+
+def compute(k: Values) -> Readout:
+    name, (groups, moved) = BUGS[str(k["bug"])], step_of(int(k["seed"]))
+    sound = packed(groups)
+    right = push(sound, moved)
+    with planted(name):
+        batch = packed(groups)
+        found = push(batch, moved)
+        says = refusal(partial(agrees_on_synthetic_batch, GRPO), "agrees_on_synthetic_batch") + refusal(
+            partial(audit, groups, batch), "StepCreditAudit"
+        )
+    labels = [f"{'AB'[i // 4]}{i % 4 + 1}: {r:g}" for i, r in enumerate(r for group in REWARDS for r in group)]
+    starts = np.cumsum([0, *LENGTHS, *LENGTHS])[:-1]
+    credit = {"right": sound[ADVANTAGE][starts].tolist(), "found": batch[ADVANTAGE][starts].tolist()}
+    wrong_tokens = int((np.abs(found - right) > 1e-6).sum())
+    what = FAULTS[name].what if name else "no bug is planted"
+    return Readout(
+        pictures=(
+            Bars("Credit of the first token of each answer (prompt, answer: reward)", labels, credit),
+            Bars("What the loss does to each answer's log-prob", labels,
+                 {"right": np.add.reduceat(right, starts).tolist(), "found": np.add.reduceat(found, starts).tolist()}),
+        ),
+        sentence=f"Planted: {what}. **{wrong_tokens}** of {len(right)} tokens get another gradient than they should"
+        + (f"; **{len(says)}** of two checks speak." if name else ", and both checks are silent."),
+        values={"tokens with a wrong gradient": float(wrong_tokens), "checks that speak": float(len(says))},
+        says=says,
+    )  # fmt: skip
+
+
+LESSON = Lesson(
+    number="24",
+    name="bugs",
+    title="Seven bugs, and who finds them",
+    part="synthesis",
+    force="estimator",
+    minutes=8,
+    question="Training runs, the numbers look plausible, and one line is wrong: who tells you?",
+    idea="""
+        Bugs in reinforcement learning seldom crash. A wrong sign, a wrong standard deviation or a shifted credit give
+        a gradient that is finite and wrong. The reward grows more slowly, or not, and there are many other reasons for
+        that.
+
+        So the library computes everything that matters twice: before the first step on made-up numbers, then on real
+        steps, by code that shares nothing with what trains. Choose a bug. It is put into the library's own code in
+        place of one function, exactly as `posttrain faults` does it in a run. The bars show what becomes of eight
+        answers to two prompts, and the two checks say what they see.
+    """,
+    formula="gradient of the loss  ==  gradient of the definition,  token by token",
+    knobs=(
+        Options("bug", "plant", "none", tuple(BUGS)),
+        Slider("seed", "seed", 0, 0, 20),
+    ),
+    compute=compute,
+    breaks=(
+        Break({"bug": "sign flipped"}, "Right answers become less likely, and wrong ones more.",
+              "agrees_on_synthetic_batch"),
+        Break({"bug": "standard deviation over G"}, "All credit is too large by a constant: it looks like another "
+              "learning rate.", "StepCreditAudit"),
+        Break({"bug": "groups mixed up"}, "Answers are compared with those to another prompt.", "StepCreditAudit"),
+        Break({"bug": "credit one token late"}, "The first token of an answer gets the credit of the answer before it.",
+              "StepCreditAudit"),
+        Break({"bug": "KL reversed"}, "The pull to the reference becomes a push away from it.",
+              "agrees_on_synthetic_batch"),
+        Break({"bug": "old log-prob recomputed"}, "Every ratio is 1: the clip never acts, far tokens count as near.",
+              "agrees_on_synthetic_batch"),
+        Break({"bug": "clip never acts"}, "A few tokens that have moved far enough are pushed on.",
+              "agrees_on_synthetic_batch"),
+    ),
+    exercises=(
+        AskNumber("Rewards 1, 1, 1, 0. By which factor is credit too large if the standard deviation divides by 4 "
+                  "instead of 3?", 1.1547, why="The square root of 4/3."),
+        AskKnobs("Plant a bug that changes the gradient of fewer than 10 tokens, and of at least one.",
+                 "tokens with a wrong gradient", 1, 9, {"bug": "clip never acts"},
+                 why="The rarest ones are the hardest to see in a curve."),
+        AskChoice("A constant factor on all credit. Why does a reward curve not show it?",
+                  ("It stops the run", "It looks like another learning rate", "Adam ignores the loss"), 1,
+                  why="So only a second computation of the credit tells it."),
+    ),
+    code=("posttrain.faults.registry.planted", "posttrain.checks.synthetic.agrees_on_synthetic_batch",
+          "posttrain.checks.credit.StepCreditAudit"),
+    docs="trust.md",
+    command="posttrain run arithmetic fault=std_ddof --allow-fault",
+    grid=("bug", "seed"),
+    missing="its whiteboard comes with the planner",
+)  # fmt: skip
