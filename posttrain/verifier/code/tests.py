@@ -159,32 +159,27 @@ def _object(value: Any) -> Mapping[str, Any]:
 
 def _of_field(said: Any, beside: Mapping[str, Any], where: str) -> Any:
     """Tests in the forms of public data sets as tests; anything else as it is."""
+    one = False
     if isinstance(said, Mapping) and "inputs" in said and "outputs" in said:
-        given, wanted, name = said["inputs"], said["outputs"], said.get("fn_name")
+        given, wanted = said["inputs"], said["outputs"]
         if not isinstance(given, list) or not isinstance(wanted, list) or len(given) != len(wanted):
             count = [len(x) if isinstance(x, list) else "no list of" for x in (given, wanted)]
             raise DataError(f"{where} has {count[0]} inputs and {count[1]} outputs: give one output for each input")
-        if not name:
-            return [{"stdin": _lines(i), "stdout": _lines(o)} for i, o in zip(given, wanted, strict=True)]
         one = all(isinstance(o, list) and len(o) == 1 for o in wanted)  # APPS writes a value v as [v]
-        return [_called(name, i, o, one, where) for i, o in zip(given, wanted, strict=True)]
-    if (
-        isinstance(said, list)
-        and said
-        and all(isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in said)
-    ):
-        out: list[Any] = []
-        for test in said:
-            about = {**beside, **_object(test.get("metadata")), **test}
-            name = about.get("fn_name") or about.get("func_name")
-            if not name and str(test.get("testtype", "stdin")) == "functional":
-                raise DataError(f"{where} has a functional test and no name: give fn_name, the function that is called")
-            if name and test.get("testtype", "functional") == "functional":
-                out.append(_called(name, test["input"], test["output"], False, where))
-            else:
-                out.append({"stdin": _lines(test["input"]), "stdout": _lines(test["output"])})
-        return out
-    return said
+        beside, said = {**beside, **said}, [{"input": i, "output": o} for i, o in zip(given, wanted, strict=True)]
+    if not isinstance(said, list) or not all(isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in said):
+        return said
+    return [_field_test(t, {**beside, **_object(t.get("metadata")), **t}, one, where) for t in said]
+
+
+def _field_test(test: Mapping[str, Any], about: Mapping[str, Any], one: bool, where: str) -> CallTest | dict[str, str]:
+    """One input and output. `about`: with what is said of all; `one`: whether an output may be a list around it."""
+    name = about.get("fn_name") or about.get("func_name")
+    if (about.get("testtype") or ("functional" if name else "stdin")) != "functional":
+        return {"stdin": _lines(test["input"]), "stdout": _lines(test["output"])}
+    if not name:
+        raise DataError(f"{where} has a functional test and no name: give fn_name, the function that is called")
+    return _called(name, test["input"], test["output"], one, where)
 
 
 def _lines(text: Any) -> str:
