@@ -63,7 +63,7 @@ class ToolAnswer:
         for mark in (*AT_BEGIN.get(self.format, ()), *(THOUGHTS if self.format in AT_BEGIN else ())):
             if begins.startswith(mark) or mark.startswith(begins):
                 return self.sent
-        found = [i for m in WITHIN.get(self.format, ()) if (i := self.text.find(m)) >= 0]
+        found = [i for m in WITHIN.get(self.format, ()) if (i := self.text.find(m, self.sent)) >= 0]
         if found:
             return max(self.sent, min(found))
         held = max((_begun(self.text, m) for m in WITHIN.get(self.format, ())), default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -255,8 +256,43 @@ def test_no_text_raises(format: str, pieces: list[str]) -> None:
     assert all(json.dumps(dict(c.arguments), allow_nan=False) for c in found.calls if isinstance(c, ToolCall))
 
 
+HOSTILE = {
+    ("harmony", ""): ["<|channel|>a", "<|channel|>commentary to=functions.", "<|message|>", "to=functions. "],
+    ("glm", "<tool_call>f<arg_key>"): ["</arg_key><arg_value>", "</arg_key>", "</arg_value>"],
+    ("coder", "<tool_call><function=f>"): ["<parameter=a>", "</function> ", "</parameter>"],
+    ("hermes", ""): ['<tool_call>{"</tool_call>', "<tool_call>{</tool_call>", "<tool_call>1</tool_call>"],
+    ("llama", "<|python_tag|>"): ["{};", "1;", '{"name": "f", "parameters": {}};'],
+    ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"): ["\n```\n", "<｜tool▁call▁end｜>"],
+    ("cohere", ""): ['<|START_ACTION|>["<|END_ACTION|>', "<|START_ACTION|>"],
+    ("mistral", ""): ["[TOOL_CALLS]f[ARGS]{", "[TOOL_CALLS]"],
+    ("pythonic", "[f(a="): ["(1,", "'a' ", "f.", "-"],
+}
+"""Beginnings of turns, and pieces that are repeated behind them."""
+
+
+@pytest.mark.parametrize(("format", "begin", "piece"), [(f, b, p) for (f, b), ps in HOSTILE.items() for p in ps])
+def test_the_time_of_a_hostile_turn_is_linear(format: str, begin: str, piece: str) -> None:
+    """A quadratic reading takes 20 s and more."""
+    begun = time.process_time()
+    parse(begin + piece * (200_000 // len(piece)), format)
+    assert time.process_time() - begun < 4.0
+
+
+def test_a_turn_and_a_call_have_a_longest_length() -> None:
+    (call,) = parse(f"<tool_call>f<arg_key>a</arg_key><arg_value>{'x' * 100_000}</arg_value></tool_call>", "glm").calls
+    assert isinstance(call, Malformed) and call.why == "longer than 100000 characters"
+    for format in FORMATS:
+        (call,) = parse("x" * 1_000_001, format).calls
+        assert isinstance(call, Malformed) and call.why == "longer than 1000000 characters" and len(call.text) < 300
+
+
+def test_a_name_of_many_parts_is_no_name() -> None:
+    (call,) = parse(f"[{'a.' * 960}f(x=1)]", "pythonic").calls
+    assert isinstance(call, Malformed)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("piece", PIECES)
 def test_long_texts_are_read_in_time(format: str, piece: str) -> None:
-    """Nothing is quadratic enough to hold up a rollout: 100,000 characters of anything."""
+    """100,000 characters of anything."""
     parse(piece * (100_000 // len(piece)), format)

@@ -53,10 +53,15 @@ Found = tuple[str, list[ToolCall | Malformed]]
 """(text outside the calls, calls)"""
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
 EXCERPT = 200
+TRIES = 8
+"""Values of the longest length that are read in vain before the first end tag is taken to end a call."""
 
 
 def parse(text: str, format: str) -> Parsed:
-    """Parse one turn, given without its stop token, in one of `FORMATS`."""
+    """Parse one turn, given without its stop token, in one of `FORMATS`. The time is linear in its length, and one of
+    more than `reading.LONGEST_TURN` characters is one call that cannot be read."""
+    if len(text) > reading.LONGEST_TURN:
+        return Parsed("", "", (_bad(text[: EXCERPT + 1], f"longer than {reading.LONGEST_TURN} characters"),))
     if format == "harmony":
         return _harmony(text)
     reasoning, rest = thoughts(text)
@@ -78,6 +83,8 @@ def thoughts(text: str) -> tuple[str, str]:
 
 
 def _read(text: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> list[ToolCall | Malformed]:
+    if len(text) > reading.LONGEST:
+        return [_bad(text, f"longer than {reading.LONGEST} characters")]
     try:
         return [ToolCall(name, arguments) for name, arguments in how(text)]
     except Unreadable as error:
@@ -92,27 +99,22 @@ def _bad(text: str, why: str) -> Malformed:
 def _tagged(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]:
     """Pieces of a text as ("", outside) and (inside, None)... in order: (text, None) outside tags, (text, end tag or
     "") inside."""
-    at = 0
+    at, tries = 0, TRIES * reading.LONGEST
     while (opened := text.find(begin, at)) >= 0:
         yield text[at:opened], None
-        inside = opened + len(begin)
-        closed = _close(text, inside, end)
+        inside = behind = opened + len(begin)
+        if tries > 0:  # the end tag may stand in a string of a JSON value
+            try:
+                _, behind = reading.json_prefix(text, inside)
+            except Unreadable:
+                tries -= min(reading.LONGEST, len(text) - inside)
+        closed = text.find(end, behind)
         if closed < 0:
             yield text[inside:], ""
             return
         yield text[inside:closed], end
         at = closed + len(end)
     yield text[at:], None
-
-
-def _close(text: str, inside: int, end: str) -> int:
-    """The position of the end tag: after a JSON value that begins right here, whose strings may contain the tag, else
-    its first occurrence."""
-    try:
-        _, after = reading.json_prefix(text, inside)
-    except Unreadable:
-        return text.find(end, inside)
-    return text.find(end, after)
 
 
 def _in_tags(text: str, begin: str, end: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Found:
@@ -150,11 +152,12 @@ def _llama(text: str) -> Found:
             calls.append(_bad(stripped[at:], str(error)))
             break
         calls += _read(stripped[at:end], lambda _, v=value: [reading.object_call(v, "name", "parameters")])
-        rest = stripped[end:].lstrip()
-        if rest and not rest.startswith(";"):
-            calls.append(_bad(rest, "several calls are separated by ;"))
+        following = re.compile(r"\s*(;?)\s*").match(stripped, end)
+        assert following is not None
+        at = following.end()
+        if at < len(stripped) and not following[1]:
+            calls.append(_bad(stripped[at:], "several calls are separated by ;"))
             break
-        at = len(stripped) - len(rest.removeprefix(";").lstrip())
     return before, calls
 
 
@@ -233,7 +236,9 @@ def _cohere(text: str) -> Found:
 
 
 _GLM = re.compile(r"\s*(?P<name>[^\s<]+)\s*(?P<rest>(<arg_key>.*)?)", re.DOTALL)
-_GLM_ARG = re.compile(r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.DOTALL)
+_GLM_ARG = re.compile(
+    r"\s*<arg_key>(?>(?P<key>.*?)</arg_key>)\s*<arg_value>(?>(?P<value>.*?)</arg_value>)\s*", re.DOTALL
+)
 _CODER = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<rest>.*)</function>\s*", re.DOTALL)
 _CODER_ARG = re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>\s*", re.DOTALL)
 
@@ -246,8 +251,8 @@ def _marked_up(
     if found is None:
         raise Unreadable(f"a call is written {shape}")
     out: dict[str, Any] = {}
-    at, rest = 0, found["rest"]
-    while rest[at:].strip():
+    at, rest = 0, found["rest"].rstrip()
+    while at < len(rest):
         one = argument.match(rest, at)
         if one is None:
             raise Unreadable(f"a call is written {shape}, not {rest[at : at + 40].strip()!r}")
@@ -268,7 +273,8 @@ def _coder(text: str) -> Found:
     return _in_tags(text, "<tool_call>", "</tool_call>", lambda t: _marked_up(t, _CODER, _CODER_ARG, shape))
 
 
-_MESSAGE = re.compile(r"<\|channel\|>(?P<channel>\w+)(?P<to>.*?)<\|message\|>(?P<text>.*)", re.DOTALL)
+_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
+_TO = re.compile(r"to=functions\.(\S+?)(?=\s|<|$)")
 
 
 def _harmony(text: str) -> Parsed:
@@ -276,20 +282,18 @@ def _harmony(text: str) -> Parsed:
     prompt."""
     reasoning, content, calls = [], [], list[ToolCall | Malformed]()
     for message in re.split(r"<\|start\|>assistant|<\|end\|>|<\|call\|>", text):
-        found = _MESSAGE.search(message)
-        if found is None:
+        channel = _CHANNEL.search(message)
+        at = message.find("<|message|>", channel.end()) if channel is not None else -1
+        head, body = message[: at + len("<|message|>")], message[at + len("<|message|>") :]
+        if channel is None or at < 0:
             content.append(message)
-            continue
-        recipient = re.search(r"to=functions\.(\S+?)(?=\s|<|$)", message[: found.start("text")])
-        if recipient:
+        elif recipient := _TO.search(head):
             name = recipient[1]
-            calls += _read(
-                found["text"], lambda t, n=name: [(reading.name_of(n), reading.arguments_of(reading.json_value(t)))]
-            )
-        elif found["channel"] == "analysis":
-            reasoning.append(found["text"])
+            calls += _read(body, lambda t, n=name: [(reading.name_of(n), reading.arguments_of(reading.json_value(t)))])
+        elif channel[1] == "analysis":
+            reasoning.append(body)
         else:
-            content.append(found["text"])
+            content.append(body)
     return Parsed("\n".join(reasoning).strip(), "".join(content).strip(), tuple(calls))
 
 

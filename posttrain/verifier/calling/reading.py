@@ -10,9 +10,22 @@ from typing import Any, NoReturn
 
 LONGEST = 100_000
 """The most characters of a call. A longer one is malformed."""
+LONGEST_TURN = 10 * LONGEST
+"""The most characters of a turn in which calls are looked for."""
+DIGITS = 5000
+"""More characters than a number may have that Python reads."""
 DEEPEST = 50
 """The deepest nesting of brackets."""
 _NAME = re.compile(r"[A-Za-z_][\w.\-]{0,127}")
+
+
+def _marks(quotes: str) -> re.Pattern[str]:
+    """Strings in these quotes, brackets, and pieces of other text."""
+    strings = "|".join(rf"{q}[^{q}\\]*+(?:\\.[^{q}\\]*+)*+{q}?" for q in quotes)
+    return re.compile(rf"{strings}|[][{{}}()]|[^][{{}}(){quotes}\s]{{1,64}}+", re.DOTALL)
+
+
+_JSON_MARKS, _PYTHON_MARKS = _marks('"'), _marks("\"'")
 
 
 class Unreadable(ValueError):
@@ -35,8 +48,7 @@ def json_prefix(text: str, begin: int = 0) -> tuple[Any, int]:
     """
     while begin < len(text) and text[begin] in " \t\r\n":
         begin += 1
-    window = text[begin : begin + LONGEST]
-    _check_depth(window)
+    window = text[begin : _end(text, begin, _JSON_MARKS)]
     try:
         value, end = _JSON.raw_decode(window)
     except json.JSONDecodeError as error:
@@ -46,27 +58,20 @@ def json_prefix(text: str, begin: int = 0) -> tuple[Any, int]:
     return value, begin + end
 
 
-def _check_depth(text: str, strings: str = '"') -> None:
-    """Check the nesting of the first value before it is parsed, because parsers recurse. Only brackets outside strings
-    count, up to the end of the value."""
-    depth, quote, skip = 0, "", False
-    for c in text:
-        if skip:
-            skip = False
-        elif quote:
-            skip, quote = c == "\\", "" if c == quote else quote
-        elif c in strings:
-            quote = c
-        elif c in "[{(":
+def _end(text: str, begin: int, marks: re.Pattern[str]) -> int:
+    """The end of the value that begins here, or a position behind it. Its nesting is checked before it is parsed,
+    because parsers recurse. Only brackets outside strings count."""
+    depth = 0
+    for found in marks.finditer(text, begin, begin + LONGEST):
+        if found[0] in "[{(":
             depth += 1
             if depth > DEEPEST:
                 raise Unreadable(f"brackets nest deeper than {DEEPEST}")
-        elif c in "]})":
+        elif found[0] in "]})":
             depth -= 1
-            if depth <= 0:
-                return
-        elif depth == 0 and not c.isspace():
-            return
+        if depth <= 0:
+            return max(found.end(), begin + DIGITS)
+    return begin + LONGEST
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -120,7 +125,7 @@ def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     """The calls of a Python list such as `[f(a=1), g(b="x")]`: names and literals only, nothing is evaluated."""
     if len(text) > LONGEST:
         raise Unreadable(f"longer than {LONGEST} characters")
-    _check_depth(text, "\"'")
+    _end(text, 0, _PYTHON_MARKS)
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
@@ -147,12 +152,11 @@ def _python_call(call: ast.Call) -> tuple[str, dict[str, Any]]:
 
 
 def _dotted(node: ast.expr) -> str | None:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        before = _dotted(node.value)
-        return None if before is None else f"{before}.{node.attr}"
-    return None
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else None
 
 
 def _plain(x: Any) -> Any:
