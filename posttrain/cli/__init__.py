@@ -11,23 +11,37 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from posttrain.cli.fold import screen_width
-from posttrain.cli.parser import read_words
 from posttrain.core.errors import PosttrainError, RunFolderError
 from posttrain.core.files import full
 from posttrain.core.shell import wrapped
-from posttrain.core.visible import guard_errors, guard_logs, quiet_libraries, tell
+from posttrain.core.visible import guard_errors, guard_logs, leave_lost_terminal, quiet_libraries, tell
 
 
 class Terminated(BaseException):
-    """Raised by SIGTERM outside a run, which handles it itself."""
+    """Raised by SIGTERM and SIGHUP outside a run, which handles them itself. Its argument is the signal's number."""
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+    if number == signal.SIGHUP:
+        leave_lost_terminal()
+    raise Terminated(number)
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise `Terminated`. One that whoever started this process ignores (nohup) does
+    nothing."""
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _terminate) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _full(error: OSError, why: str, helps: str) -> int:
@@ -46,12 +60,22 @@ def _shown(message: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    try:
+        with _terminated():
+            return _main(list(sys.argv[1:] if argv is None else argv))
+    except Terminated as error:
+        tell("posttrain: terminated", file=sys.stderr)
+        return 128 + error.args[0]
+
+
+def _main(words: list[str]) -> int:
     guard_logs()
     guard_errors()
     quiet_libraries()
-    options = read_words(list(sys.argv[1:] if argv is None else argv))
-    before = signal.signal(signal.SIGTERM, _terminate)
     try:
+        from posttrain.cli.parser import read_words  # imports all commands: only now, so that signals are heard before
+
+        options = read_words(words)
         code = options.command(options)
         sys.stdout.flush()
         return code
@@ -61,9 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         tell("posttrain: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except Terminated:
-        tell("posttrain: terminated", file=sys.stderr)
-        return 128 + signal.SIGTERM
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -71,5 +92,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (told := full(error)) is None:
             raise
         return _full(error, *told)
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -16,7 +16,7 @@ else:
 EXIT_CODES = """\
 exit codes: 0 done, 1 a bug (with traceback), 2 wrong usage or configuration,
 3 an invariant broke, 4 data or model cannot be read, 5 the run folder,
-6 the engine, 7 the reward function, 130 Ctrl-C, 143 SIGTERM"""
+6 the engine, 7 the reward function, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP"""
 
 
 class HelpText(RawDescriptionHelpFormatter):

@@ -1,14 +1,23 @@
-"""Ends a run early on a signal: the step that is running is finished, a checkpoint is written, and the run ends."""
+"""Ends a run early on a signal: the step that is running is finished, a checkpoint is written, and the run ends. A step
+that waits, and does not end, is cancelled."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from posttrain.core.errors import PosttrainError
+from posttrain.core.visible import leave_lost_terminal
+
+GRACE = 20.0
+"""Seconds that a step has at least to end after SIGTERM or SIGHUP: who sends them often kills after 30."""
+LOOK_SECONDS = 0.5
 
 
 class Interrupted(PosttrainError):
@@ -21,7 +30,7 @@ class Interrupted(PosttrainError):
 
 @dataclass
 class Stopper:
-    """Remembers a first SIGINT or SIGTERM; a second one ends the process at once."""
+    """Remembers a first SIGINT, SIGTERM or SIGHUP; a second one ends the process at once."""
 
     number: int = 0
     """Of the signal that came; 0 while none has."""
@@ -31,8 +40,9 @@ class Stopper:
         """Handle signals inside the block. Python allows it in the main thread only; in others nothing is changed."""
         kept = {}
         try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                kept[number] = signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                    kept[number] = signal.signal(number, self._on_signal)
         except ValueError:
             kept = {}
         try:
@@ -45,7 +55,36 @@ class Stopper:
         """End the run after its step, as this signal does. For a program that waits in another thread."""
         self.number = number
 
+    async def ended(self, work: Coroutine[Any, Any, None], step: Callable[[], int]) -> bool:
+        """Do the work of a stage. False where SIGTERM or SIGHUP came and the step of then did not end: within `GRACE`
+        seconds, or twice the time of the longest step before it. Then the work was cancelled. A first Ctrl-C lets a
+        step take its time: whoever is there can press it again.
+
+        Args:
+            step: how many steps have ended.
+        """
+        task = asyncio.ensure_future(work)
+        at, longest, since = step(), 0.0, time.monotonic()
+        last = since + GRACE
+        try:
+            while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+                now = time.monotonic()
+                if step() != at:
+                    at, longest, since = step(), max(longest, now - since), now
+                elif self.number in (signal.SIGTERM, signal.SIGHUP):
+                    if now > last:
+                        return False
+                    continue
+                last = now + max(GRACE, 2 * longest)
+            task.result()
+            return True
+        finally:
+            task.cancel()
+            await asyncio.wait({task}, timeout=GRACE)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_lost_terminal()
         if self.number:
             raise KeyboardInterrupt
         self.number = number

@@ -7,9 +7,12 @@ that may.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import sys
+import termios
 import threading
 import traceback
 import warnings
@@ -54,6 +57,16 @@ def tell(text: str = "", *, file: TextIO | None = None, coloured: bool = False) 
 def overwrite(line: str, file: TextIO) -> None:
     """Put a line in the place of the last one in a terminal; '' only removes it."""
     print(f"\r\x1b[K{visible(line)}", end="", file=file, flush=True)
+
+
+def leave_lost_terminal() -> None:
+    """After SIGHUP: what is printed goes nowhere, where the terminal that it went to is gone. Else printing fails."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 # --- what others print ------------------------------------------------------------------------------------------------

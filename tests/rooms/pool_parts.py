@@ -202,6 +202,22 @@ class Refuses(KnownSampler):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class NoAnswer(np.ndarray):
+    """Pickled like any array, and not to be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+class Unreadable(KnownSampler):
+    """Its answers cannot be unpickled."""
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        said = await super().generate(ids, sampling, place)
+        object.__setattr__(said, "ids", said.ids.view(NoAnswer))
+        return said
+
+
 class Ends(KnownSampler):
     """Its server dies in every process but those begun after `file` was made, at the first turn."""
 

@@ -201,7 +201,7 @@ def test_a_bug_keeps_its_traceback_and_ctrl_c_is_130(monkeypatch: pytest.MonkeyP
     assert raising(KeyboardInterrupt(), monkeypatch) == 130
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_outside_a_run_end_with_their_code(number: signal.Signals) -> None:
     code = """
 import signal, sys, time, types
@@ -222,6 +222,33 @@ sys.exit(main(["run", "ladder"]))
         child.send_signal(number)
         _, error = child.communicate(timeout=30)
     assert child.returncode == 128 + number and "Traceback" not in error
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_heard_before_the_commands_are_imported(number: signal.Signals) -> None:
+    """And a SIGHUP that `nohup` ignores does nothing."""
+    code = """
+import signal, sys, time
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "posttrain.cli.parser":
+            print("ready", flush=True); time.sleep(60 if "nohup" not in sys.argv else 1); sys.exit(7)
+sys.meta_path.insert(0, Slow())
+from posttrain.cli import main
+sys.exit(main([]))
+"""
+    for how in ("", "nohup"):
+        with subprocess.Popen(
+            [sys.executable, "-c", code, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as child:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            child.send_signal(number)
+            _, error = child.communicate(timeout=30)
+        ignored = how == "nohup" and number == signal.SIGHUP
+        assert child.returncode == (7 if ignored else 128 + number), error
+        assert error == ("" if ignored else "posttrain: terminated\n")
 
 
 def test_usage_errors_are_code_2() -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import posttrain
 from posttrain.cli import main
+from posttrain.controller import interrupt
+from posttrain.controller.interrupt import Interrupted
 from posttrain.core import reader
 from posttrain.core.ladder import LADDER as ALGORITHMS
 from posttrain.core.pieces.implicit import ImplicitOthers
@@ -131,7 +134,8 @@ def reward(task, text):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.prove), (signal.SIGINT, 130)]
+    ("number", "code"),
+    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.prove), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
 )
 def test_a_signal_ends_with_a_checkpoint_and_the_run_goes_on(
     number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -151,6 +155,28 @@ def test_a_signal_ends_with_a_checkpoint_and_the_run_goes_on(
     assert main(["run", "--resume", str(tmp_path / "run")]) == 0
     assert f"resuming at stage 1 of 1: rl, after {done} of 5 steps" in capsys.readouterr().out
     assert [s.index for s in rl_steps(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_first_signal_ends_a_run_that_waits(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reward of a step never comes: the step is given up, and the run goes on from its last checkpoint."""
+    monkeypatch.setattr(interrupt, "GRACE", 1.0)
+    calls = list[str]()
+
+    def waits(task: Any, text: str) -> float:
+        calls.append(text)
+        if len(calls) == 35:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        return float(sum(map(ord, text)) % 7 + len(text))
+
+    words = [w for w in mine(tmp_path / "data") if not w.startswith(("env.rewards", "rl.steps"))]
+    begun = time.monotonic()
+    with pytest.raises(Interrupted, match=r"middle of rl step \d, which did not end.*last checkpoint is complete"):
+        posttrain.run(*words, "rl.steps=5", rewards=[waits], out=tmp_path / "run", quiet=True)
+    assert time.monotonic() - begun < 50
 
 
 def test_inside_a_running_event_loop(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.asker import Asker, asked_for
+from posttrain.core.asker import Asker, DeadLetter, asked_for
 from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError, EngineError, InvariantError
 from posttrain.core.placement import Local, Processes, Ray, check_machine
@@ -28,12 +28,15 @@ from posttrain.engine.parcel.parcel import Parcel
 from posttrain.engine.parcel.receiver import ParcelReceiver
 from posttrain.engine.pool import engine_pool
 from posttrain.engine.pool.ray_host import must_answer
+from posttrain.engine.pool.turns import PooledEngine
 from tests.rooms.pool_parts import (
     PLAIN,
     Ends,
     KnownSampler,
     Refuses,
     Script,
+    ScriptedHost,
+    Unreadable,
     known,
     process_pool,
     prompt,
@@ -186,6 +189,52 @@ def test_a_stall_says_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "placement.timeout" in str(found.value) and "engine 0: ready, 1 turns" in str(found.value)
     with pytest.raises(EngineError, match="stalled"):
         asyncio.run(play())
+
+
+BACKGROUND = [(what, how) for what in ("close", "new", "kill") for how in ("fails", "hangs")] + [("say", "fails")]
+"""What a pool does in the background, for which nobody waits."""
+
+
+@pytest.mark.parametrize(("what", "how"), BACKGROUND)
+def test_what_a_pool_does_in_the_background_ends_no_run_unseen(
+    what: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replacing a dead engine, or ending a silent one, fails or never returns: who waits for a turn is told."""
+    monkeypatch.setattr(engine_pool, "WATCH_EVERY", 0.05)
+    pool = scripted_pool(Script(lives=[0], deaf={"generate"} if what == "kill" else set()), 1, timeout=0.5)
+
+    def bad(*given: Any) -> Any:
+        if how == "hangs":
+            time.sleep(20)
+        raise OSError("there is no room")
+
+    if what == "kill":
+        monkeypatch.setattr(PooledEngine, "silent", lambda self: 99.0)
+    if what in ("new", "say"):
+        monkeypatch.setattr(pool, f"_{what}", bad)
+    else:
+        monkeypatch.setattr(ScriptedHost, what, bad)
+        monkeypatch.setattr(ScriptedHost, "kill", bad) if what == "kill" else None
+
+    async def play() -> None:
+        await pool.generate(prompt(), PLAIN, 1)
+
+    begun = time.monotonic()
+    with pytest.raises((EngineError, OSError), match="there is no room" if how == "fails" else "have stalled"):
+        asyncio.run(play())
+    assert time.monotonic() - begun < 5
+
+
+def test_an_answer_that_cannot_be_read_ends_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody would be answered any more, and only the deadline would tell."""
+    pool = process_pool(Unreadable, timeout=300.0)
+
+    async def play() -> None:
+        await pool.generate(prompt(), PLAIN, 1)
+
+    with pytest.raises(DeadLetter, match="could not be read"):
+        asyncio.run(asyncio.wait_for(play(), 100))
+    pool.close()
 
 
 @pytest.mark.prove

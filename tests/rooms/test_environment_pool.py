@@ -203,6 +203,36 @@ def test_a_process_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("what", ["close", "new", "say", "stopped"])
+def test_what_a_pool_does_in_the_background_ends_no_run_unseen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process dies, and replacing it fails, or its successor is stopped while it starts: the episode that waits for a
+    process is told."""
+    monkeypatch.setattr(environment_pool, "WATCH_EVERY", 0.1)
+    begin, fails = ProcessHost.__init__, what != "stopped"
+
+    def bad(*given: Any) -> Any:
+        raise OSError("there is no room")
+
+    def stopped(self: ProcessHost, *given: Any, **named: Any) -> None:
+        begin(self, *given, **named)
+        assert self.pid is not None
+        os.kill(self.pid, signal.SIGSTOP)
+
+    async def play() -> None:
+        with pool_of(1) as pool, asked_for(Asker("train", "a task", 0, 1)), monkeypatch.context() as patched:
+            pool._timeout = pool._waits.timeout = 2.0
+            os.kill(pool.processes[0].host.pid or 0, signal.SIGKILL)
+            if what in ("new", "say"):
+                patched.setattr(pool, f"_{what}", bad)
+            else:
+                patched.setattr(ProcessHost, "close" if fails else "__init__", bad if fails else stopped)
+            words = "there is no room" if fails else r"environments have stalled.*\n.*\n?.*a task.* for a process"
+            with pytest.raises((EngineError, OSError), match=words):
+                await asyncio.wait_for(pool.play(0, task("plain", 1), WrittenTalk()), 30)
+
+    asyncio.run(play())
+
+
 def broken() -> list[Any]:
     raise ConfigError("there is no such world")
 

@@ -144,7 +144,12 @@ class Driver(ABC, Generic[S, T, A]):
     # --- what all share ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """From where the stage stands to its end."""
+        """From where the stage stands to its end, or to that of a step that waits when a signal has come."""
+        if not await self.stopper.ended(self._run(), lambda: self.state.step):
+            where = f"in the middle of {self.stage.name} step {self.state.step + 1}"
+            raise self._interrupted(f"{where}, which did not end after the signal, so nothing of it was kept")
+
+    async def _run(self) -> None:
         checkpoint = self.checkpoint
         if checkpoint is None:
             await self._start()
@@ -333,16 +338,15 @@ class Driver(ABC, Generic[S, T, A]):
             await self.catch_up()
             self._checkpoint(report.reward.known[0] if self._on_its_tasks and report and report.reward.known else None)
         if stopped:
-            kept = (
-                "the last checkpoint is complete"
-                if stage.hands_on
-                else "it hands nothing on, so it is not checkpointed and begins anew"
-            )
-            raise Interrupted(
-                self.stopper.number,
-                f"stopped at {stage.name} step {step}; {kept}. Go on with:"
-                f" {command_line('run', '--resume', self.parts.book.folder)}",
-            )
+            raise self._interrupted(f"at {stage.name} step {step}")
+
+    def _interrupted(self, where: str) -> Interrupted:
+        kept = "it hands nothing on, so it is not checkpointed and begins anew"
+        return Interrupted(
+            self.stopper.number,
+            f"stopped {where}; {'the last checkpoint is complete' if self.stage.hands_on else kept}. Go on with:"
+            f" {command_line('run', '--resume', self.parts.book.folder)}",
+        )
 
     def _checkpoint(self, metric: float | None) -> None:
         """All that the run needs to go on from here: in the middle of the stage and at the end of the last one with

@@ -29,7 +29,7 @@ from posttrain.engine.pool.host import EngineDied, EngineHost, NewHost, PoolSend
 from posttrain.engine.pool.hosted import EngineFacts, EngineReport
 from posttrain.engine.pool.router import choose
 from posttrain.engine.pool.turns import PooledEngine, PooledTurn, measured, summary, unassigned
-from posttrain.engine.pool.waiting import WaitList
+from posttrain.engine.pool.waiting import WaitList, aside, attended, briefly
 
 T = TypeVar("T")
 WATCH_EVERY = 1.0
@@ -85,7 +85,6 @@ class EnginePool:
         self._loads = self._turns = self._tokens = self._deadly = 0
         self._waits = WaitList(timeout)
         self._lost = EngineReport()
-        self._broken: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = list[asyncio.Future[None]]()
         self._watching: asyncio.Task[None] | None = None
@@ -214,7 +213,7 @@ class EnginePool:
         """The engine that says the turn. It is the turn's from here on."""
         turn.since, turn.alone = time.monotonic(), turn.deaths >= self._deaths - 1 > 0
         while True:
-            self._check()
+            self._waits.check()
             self._revive()
             at = None if self._held() else choose(turn.tokens, [e.load(turn.ids) for e in self._engines])
             if at is None:
@@ -236,7 +235,7 @@ class EnginePool:
         try:
             while engine.ready and not self._loads and engine.turns:
                 await self._change(turn, f"the other turns of {engine.name}, to be asked alone")
-                self._check()
+                self._waits.check()
             empty = engine.ready and not self._loads
         except BaseException:
             self._free(engine)
@@ -294,7 +293,7 @@ class EnginePool:
             self._revive()
             if engine.starting is not None and not engine.starting.done():
                 await self._change(f"{method} of {engine.name}", "its new process")
-                self._check()
+                self._waits.check()
                 continue
             async with engine.lock:
                 if unless():
@@ -302,7 +301,7 @@ class EnginePool:
                 try:
                     return await self._answer(engine.host.call(method, *given), "the run", f"{method} of {engine.name}")
                 except EngineDied:
-                    self._check()
+                    self._waits.check()
 
     def _agree(self) -> None:
         """All engines serve one set of weights."""
@@ -316,7 +315,7 @@ class EnginePool:
         """Begin to replace every engine that has died."""
         for engine in self._engines:
             if engine.host.died and (engine.starting is None or engine.starting.done()):
-                engine.starting = asyncio.get_running_loop().create_task(self._restart(engine))
+                engine.starting = attended(self._restart(engine), self._waits.lose)
 
     async def _restart(self, engine: PooledEngine) -> None:
         """A new process in the place of a dead one, with the newest weights."""
@@ -326,8 +325,9 @@ class EnginePool:
             self._say(f"{engine.name} died: {engine.host.died}\nWhat it had not answered is asked again")
             host: EngineHost | None = None
             try:
-                engine.host.close()
-                host, started = self._new(number)
+                await self._waits.until(aside(engine.host.close), "the run", f"the end of {engine.name}")
+                new = aside(self._new, number)
+                host, started = await self._waits.until(new, "the run", f"a new {engine.name}")
                 await self._answer(started, "the run", f"the start of a new {engine.name}")
                 if self._parcel is not None:
                     parcel = self._sender.whole(self._parcel.version)
@@ -339,12 +339,10 @@ class EnginePool:
             except EngineDied as error:
                 engine.failed, engine.host = engine.failed + 1, host or engine.host
                 if engine.failed >= self._deaths:
-                    self._broken = EngineError(f"{engine.name} dies whenever it is started anew: {error}")
-            except Exception as error:
-                self._broken = error
+                    self._waits.lose(EngineError(f"{engine.name} dies whenever it is started anew: {error}"))
             finally:
                 if host is not None and engine.host is not host:
-                    host.close()
+                    await self._waits.until(aside(host.close), "the run", f"the end of a new {engine.name}")
         self._notify()
 
     def _free(self, engine: PooledEngine) -> None:
@@ -355,7 +353,7 @@ class EnginePool:
 
     def _attend(self) -> None:
         """Begin to watch in the loop of now. What an earlier loop left is forgotten."""
-        self._check()
+        self._waits.check()
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._changed, self._watching, self._loads = loop, [], None, 0
@@ -363,7 +361,7 @@ class EnginePool:
             for engine in self._engines:
                 engine.rest()
         if self._watching is None or self._watching.done():
-            self._watching = loop.create_task(self._watch())
+            self._watching = attended(self._watch(), self._waits.lose)
 
     async def _answer(self, future: Future[T], owner: object, on: str, since: float | None = None) -> T:
         return await self._waits.until(asyncio.wrap_future(future), owner, on, since)
@@ -379,10 +377,6 @@ class EnginePool:
         for waiter in [w for w in waiting if not w.done()]:
             waiter.set_result(None)
 
-    def _check(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-
     async def _watch(self) -> None:
         """While somebody waits: replace engines without a sign of life, and stop where a wait takes too long."""
         await asyncio.sleep(0)
@@ -390,11 +384,10 @@ class EnginePool:
             for engine in self._engines:
                 if (silent := engine.silent()) > SILENT * self._timeout:
                     why = f"it gave no sign of life for {silent:.0f} s and was ended (placement.timeout)"
-                    await asyncio.to_thread(engine.host.kill, why)
+                    await briefly(aside(engine.host.kill, why), WATCH_EVERY)
             if stalled := self._waits.look(WATCH_EVERY):
-                self._broken = EngineError(
+                raise EngineError(
                     f"the rollout engines have stalled: nothing may take more than {self._timeout:g} s"
                     f" (placement.timeout)\n{stalled}\n" + "\n".join(e.row().line() for e in self._engines)
                 )
-                self._waits.fail(self._broken)
             await asyncio.sleep(WATCH_EVERY)

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import tempfile
 import threading
+import traceback
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -96,6 +97,9 @@ def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, asked: asy
             message = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
+        except BaseException:  # else this process would live and answer nothing any more
+            traceback.print_exc()
+            os._exit(1)
         loop.call_soon_threadsafe(asked.put_nowait, message)
 
 
@@ -201,6 +205,9 @@ class ProcessHost:
                 number, value, error, report = pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
                 self._calls.die(self._cause())
+                return
+            except BaseException as error:  # else nobody would ever be answered
+                self.kill(f"it was ended, as what it answered could not be read ({type(error).__name__}: {error})")
                 return
             if isinstance(error, EngineEnded):
                 self.kill(str(error))

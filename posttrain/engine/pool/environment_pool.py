@@ -28,7 +28,7 @@ from posttrain.engine.pool.account import AccountedTalk, same_account
 from posttrain.engine.pool.host import EngineDied, EngineHost, NewHost, has_started
 from posttrain.engine.pool.hosted import EngineReport
 from posttrain.engine.pool.played import EndedMove, GivenUpMove, LeftMove, Move, PaidMove, SeenMove, TurnMove
-from posttrain.engine.pool.waiting import WaitList
+from posttrain.engine.pool.waiting import WaitList, aside, attended, briefly
 
 WATCH_EVERY = 1.0
 """Seconds between two looks at who waits."""
@@ -166,7 +166,6 @@ class EnvironmentPool:
         self._number = 0
         self._dead, self._lost = 0, EngineReport()
         self._waits = WaitList(timeout)
-        self._broken: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
         self._alone = asyncio.Lock()
@@ -234,7 +233,7 @@ class EnvironmentPool:
     async def _among(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Play it in the process that plays the fewest."""
         while True:
-            self._check()
+            self._waits.check()
             self._revive()
             ready = [p for p in self._processes if p.ready]
             if ready:
@@ -250,13 +249,14 @@ class EnvironmentPool:
     async def _by_itself(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Play it in a process of its own, one such episode after the other."""
         async with self._alone:
-            host, started = self._new(len(self._processes))
+            new = aside(self._new, len(self._processes))
+            host, started = await self._waits.until(new, episode, "a process of its own")
             try:
                 await self._waits.until(asyncio.wrap_future(started), episode, "a process of its own")
                 return await self._driven(EnvironmentProcess("environment alone", host), episode, others)
             finally:
                 self._lost = self._lost + host.take_report()
-                await asyncio.to_thread(host.close)
+                await self._waits.until(aside(host.close), episode, "the end of its own process")
 
     async def _driven(self, process: EnvironmentProcess, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Do to the conversation what the process does, until the episode has ended there."""
@@ -301,32 +301,29 @@ class EnvironmentPool:
     def _revive(self) -> None:
         for i, process in enumerate(self._processes):
             if process.host.died and (process.starting is None or process.starting.done()):
-                process.starting = asyncio.get_running_loop().create_task(self._restart(i, process))
+                process.starting = attended(self._restart(i, process), self._waits.lose)
 
     async def _restart(self, number: int, process: EnvironmentProcess) -> None:
         """A new process in the place of a dead one."""
         self._dead, self._lost = self._dead + 1, self._lost + process.host.take_report()
         self._say(f"{process.name} died: {process.host.died}\nIts episodes are played again")
-        await asyncio.to_thread(process.host.close)
+        await self._waits.until(aside(process.host.close), "the run", f"the end of {process.name}")
         for left in reversed(range(STARTS)):
-            host, started = self._new(number)
+            host, started = await self._waits.until(aside(self._new, number), "the run", f"a new {process.name}")
             try:
                 await self._waits.until(asyncio.wrap_future(started), "the run", f"the start of a new {process.name}")
                 process.begin(host)
                 return
             except EngineDied as death:
                 if not left:
-                    self._broken = EngineError(f"{process.name} dies whenever it is started anew: {death}")
-            except Exception as error:
-                self._broken = error
-                return
+                    self._waits.lose(EngineError(f"{process.name} dies whenever it is started anew: {death}"))
             finally:
                 if process.host is not host:
-                    host.close()
+                    await self._waits.until(aside(host.close), "the run", f"the end of a new {process.name}")
 
     def _attend(self) -> None:
         """Begin to watch in the loop of now. What an earlier loop left is forgotten."""
-        self._check()
+        self._waits.check()
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._watching, self._alone = loop, None, asyncio.Lock()
@@ -334,11 +331,7 @@ class EnvironmentPool:
             for process in self._processes:
                 process.episodes, process.starting = {}, None
         if self._watching is None or self._watching.done():
-            self._watching = loop.create_task(self._watch())
-
-    def _check(self) -> None:
-        if self._broken is not None:
-            raise self._broken
+            self._watching = attended(self._watch(), self._waits.lose)
 
     async def _watch(self) -> None:
         """While somebody waits: replace processes without a sign of life, and stop where a wait takes too long."""
@@ -347,14 +340,13 @@ class EnvironmentPool:
             for process in self._processes:
                 if (silent := process.silent()) > SILENT * self._timeout:
                     why = f"it gave no sign of life for {silent:.0f} s and was ended (placement.timeout)"
-                    await asyncio.to_thread(process.host.kill, why)
+                    await briefly(aside(process.host.kill, why), WATCH_EVERY)
                 self._waits.begin_anew(e for e in process.episodes if e.turns)
             if stalled := self._waits.look(WATCH_EVERY):
-                self._broken = EngineError(
+                raise EngineError(
                     f"the environments have stalled: nothing may take more than {self._timeout:g} s"
                     f" (placement.timeout)\n{stalled}\n" + "\n".join(p.row().line() for p in self._processes)
                 )
-                self._waits.fail(self._broken)
             await asyncio.sleep(WATCH_EVERY)
 
 

@@ -1,10 +1,13 @@
-"""Who waits for whom: every wait of a pool has an owner, a reason and a deadline."""
+"""Who waits for whom: every wait of a pool has an owner, a reason and a deadline, and nothing that a pool does in the
+background ends unseen."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +24,8 @@ class Wait:
     """For what."""
     future: asyncio.Future[Any]
     since: float
+    wrong: Exception | None = None
+    """What it raises, where the pool has ended it."""
 
     def line(self, now: float) -> str:
         return f"{self.owner} waits for {self.on} since {now - self.since:.0f} s"
@@ -38,6 +43,7 @@ class WaitList:
     timeout: float
     _waits: dict[int, Wait] = field(default_factory=dict[int, Wait])
     _seen: float = 0.0
+    _lost: Exception | None = None
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -52,6 +58,10 @@ class WaitList:
         self._waits[id(wait)] = wait
         try:
             return await future
+        except asyncio.CancelledError:
+            if wait.wrong is not None:
+                raise wait.wrong from None
+            raise
         finally:
             del self._waits[id(wait)]
 
@@ -76,8 +86,52 @@ class WaitList:
         """Forget the waits of an earlier event loop."""
         self._waits, self._seen = {}, 0.0
 
-    def fail(self, error: Exception) -> None:
-        """Every wait raises this error."""
+    def check(self) -> None:
+        """Raises what the pool was lost to, if it was."""
+        if self._lost is not None:
+            raise self._lost
+
+    def lose(self, error: Exception) -> None:
+        """Every wait raises this error, and `check` from now on. It may wait for a future or for a task, whose end
+        nobody else can set."""
+        self._lost = self._lost or error
         for wait in self._waits.values():
             if not wait.future.done():
-                wait.future.set_exception(error)
+                wait.wrong = self._lost
+                wait.future.cancel()
+
+
+def attended(work: Coroutine[Any, Any, None], lost: Callable[[Exception], None]) -> asyncio.Task[None]:
+    """A task in the background. Nobody waits for it, so what it raises is given to `lost`."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            lost(error)
+
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(ended)
+    return task
+
+
+def aside(function: Callable[..., T], *given: Any) -> asyncio.Future[T]:
+    """What a call returns that may never return. A thread makes it, for which neither the event loop nor the end of the
+    process waits."""
+    found: Future[T] = Future()
+
+    def work() -> None:
+        if not found.set_running_or_notify_cancel():
+            return
+        try:
+            found.set_result(function(*given))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, name=f"call {function}", daemon=True).start()
+    return asyncio.wrap_future(found)
+
+
+async def briefly(future: asyncio.Future[Any], seconds: float) -> None:
+    """Wait for it, for so many seconds at most. Raises what it raises."""
+    ended, _ = await asyncio.wait([future], timeout=seconds)
+    for one in ended:
+        one.result()
