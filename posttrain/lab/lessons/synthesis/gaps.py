@@ -11,7 +11,7 @@ ROLES = ("rollout", "environment", "reference", "algorithm", "trainer", "weight 
 
 
 @dataclass(frozen=True)
-class Gap:
+class UntaughtSubject:
     """A subject that courses leave out."""
 
     name: str
@@ -28,7 +28,7 @@ class Gap:
 
 
 GAPS = (
-    Gap(
+    UntaughtSubject(
         "process reward models",
         "environment",
         "signal",
@@ -37,7 +37,7 @@ GAPS = (
         "posttrain.algorithm.process_rewards.process_rewards",
         "process-rewards.md",
     ),
-    Gap(
+    UntaughtSubject(
         "inside of a reward model",
         "environment",
         "signal",
@@ -46,7 +46,7 @@ GAPS = (
         "posttrain.algorithm.ranking.RankingLoss",
         "reward-models.md",
     ),
-    Gap(
+    UntaughtSubject(
         "judges in place of people",
         "environment",
         "signal",
@@ -55,7 +55,7 @@ GAPS = (
         "posttrain.role.generative_judge.GenerativeJudge",
         "judges.md",
     ),
-    Gap(
+    UntaughtSubject(
         "verifiers under attack",
         "environment",
         "signal",
@@ -64,9 +64,13 @@ GAPS = (
         "posttrain.environment.check.probe.Probe",
         "check.md",
     ),
-    Gap("a sandbox for programs", "environment", "cost", "18", 5, "posttrain.sandbox.pool.Sandbox", "sandbox.md"),
-    Gap("generalised advantages", "algorithm", "estimator", "10", 1, "posttrain.algorithm.value.gae", "algorithms.md"),
-    Gap(
+    UntaughtSubject(
+        "a sandbox for programs", "environment", "cost", "18", 5, "posttrain.sandbox.pool.Sandbox", "sandbox.md"
+    ),
+    UntaughtSubject(
+        "generalised advantages", "algorithm", "estimator", "10", 1, "posttrain.algorithm.value.gae", "algorithms.md"
+    ),
+    UntaughtSubject(
         "estimators of the KL",
         "algorithm",
         "estimator",
@@ -75,8 +79,10 @@ GAPS = (
         "posttrain.algorithm.kl.estimate",
         "algorithms-notes.md",
     ),
-    Gap("entropy", "algorithm", "estimator", "13", 2, "posttrain.core.pieces.token.EntropyBonus", "algorithms.md"),
-    Gap(
+    UntaughtSubject(
+        "entropy", "algorithm", "estimator", "13", 2, "posttrain.core.pieces.token.EntropyBonus", "algorithms.md"
+    ),
+    UntaughtSubject(
         "old samples: V-trace and weights",
         "algorithm",
         "estimator",
@@ -85,7 +91,7 @@ GAPS = (
         "posttrain.algorithm.value.v_trace",
         "staleness.md",
     ),
-    Gap(
+    UntaughtSubject(
         "whitening of rewards",
         "algorithm",
         "estimator",
@@ -94,8 +100,10 @@ GAPS = (
         "posttrain.algorithm.whiten.whitened",
         "algorithms.md",
     ),
-    Gap("half precision", "trainer", "cost", "05", 3, "posttrain.engine.loss_scale.LossScale", "precision.md"),
-    Gap(
+    UntaughtSubject(
+        "half precision", "trainer", "cost", "05", 3, "posttrain.engine.loss_scale.LossScale", "precision.md"
+    ),
+    UntaughtSubject(
         "routing of experts, replayed",
         "trainer",
         "cost",
@@ -104,8 +112,8 @@ GAPS = (
         "posttrain.core.router_replay.router_refusals",
         "experts.md",
     ),
-    Gap("caches moved to main memory", "rollout", "cost", "20", 3, "", ""),
-    Gap(
+    UntaughtSubject("caches moved to main memory", "rollout", "cost", "20", 3, "", ""),
+    UntaughtSubject(
         "activations computed again",
         "trainer",
         "cost",
@@ -114,7 +122,7 @@ GAPS = (
         "posttrain.engine.activations.keep_less",
         "out-of-memory.md",
     ),
-    Gap(
+    UntaughtSubject(
         "adapters instead of weights",
         "weight sync",
         "cost",
