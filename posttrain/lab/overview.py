@@ -111,7 +111,7 @@ def _ways() -> Markup:
         links = [tag("li", tag("a", f"{e.number} {e.title}", href=f"page:{e.number}")) for e in pages]
         minutes = sum(e.minutes for e in pages)
         return tag(
-            "section", tag("h3", f"{name}: {len(pages)} pages, {minutes} minutes"), tag("ul", *links, class_="paths")
+            "section", tag("h2", f"{name}: {len(pages)} pages, {minutes} minutes"), tag("ul", *links, class_="paths")
         )
 
     rest = sum(e.minutes for e in entries())

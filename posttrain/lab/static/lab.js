@@ -219,7 +219,7 @@
     if (!place) return;
     const rows = onSite ? (grid ??= await (await fetch(`data/${lesson.name}.json`)).json()).claims
       : await (await fetch(`/claims/${lesson.name}`)).json();
-    const head = html("tr", {}, ...["claim", "source", "claimed", "ours", ""].map((c) => html("th", { scope: "col" }, c)));
+    const head = html("tr", {}, ...["claim", "source", "claimed", "ours", "verdict"].map((c) => html("th", { scope: "col" }, c)));
     place.replaceChildren(html("table", { class: "claims" }, html("thead", {}, head), html("tbody", {}, ...rows.map(([words, source, claimed, ours, holds, why]) =>
       html("tr", {}, html("td", {}, words), html("td", {}, source), html("td", {}, short(claimed)), html("td", {}, short(ours)), html("td", {}, holds ? "holds" : `does not hold. ${why}`))))));
   }

@@ -27,7 +27,7 @@ const Pictures = (() => {
     if (x === null || x === undefined) return "";
     const size = Math.abs(x);
     if (size >= 1e15) return x.toExponential(1);
-    if (size >= 1e4) return Math.round(x).toLocaleString("en");
+    if (size >= 1e3) return Math.round(x).toLocaleString("en");
     if (size !== 0 && size < 1e-3) return x.toExponential(0);
     return String(Number(x.toPrecision(3)));
   }
@@ -132,23 +132,25 @@ const Pictures = (() => {
     const names = Object.keys(p.series), data = [p.x, ...names.map((n) => p.series[n])];
     const shape = JSON.stringify([names, p.x_label, p.y_label, p.log, p.low, p.high, width, color("--ink"), p.x.length < 40]);
     if (old?.plot && old.shape === shape) {
-      old.at.value = p.at;
+      Object.assign(old.at, { value: p.at, low: p.low, high: p.high });
       old.plot.setData(data);
       old.kept = true;
       return old;
     }
-    const host = html("div", { class: "curve", role: "img", "aria-label": p.title }), at = { value: p.at };
+    const host = html("div", { class: "curve", role: "img", "aria-label": p.title }), at = { value: p.at, low: p.low, high: p.high };
     const dash = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
     const series = names.map((n, i) => ({
       label: n, stroke: color(`--${TONES[i % 4]}`), width: 2, dash: dash[i % 4], spanGaps: false, points: { show: p.x.length < 40, size: 5 },
       value: (_, v) => short(v),
     }));
     const axis = { stroke: color("--ink"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") }, font: "12px system-ui" };
-    const known = names.flatMap((n) => p.series[n]);
-    const fixed = (p.low !== null || p.high !== null) ? { range: range(known, p.low, p.high, false) } : {};
+    const ends = { range: (u, low, high) => {
+      const [a, b] = range([low, high], at.low, at.high, false);
+      return [at.low ?? a - (b - a) * 0.05, at.high ?? b + (b - a) * 0.05];
+    } };
     const plot = new uPlot({
       width, height: 240, legend: { show: true, live: true }, cursor: { drag: { x: false, y: false } },
-      scales: { x: { time: false, distr: p.log ? 3 : 1 }, y: fixed },
+      scales: { x: { time: false, distr: p.log ? 3 : 1 }, y: ends },
       series: [{ label: p.x_label, value: (_, v) => short(v) }, ...series],
       axes: [{ ...axis, label: p.x_label, labelSize: 18, size: 40, labelFont: "12px system-ui", values: (_, vs) => vs.map(short) },
         { ...axis, label: p.y_label, labelSize: p.y_label ? 18 : 0, size: 52, labelFont: "12px system-ui", values: (_, vs) => vs.map(short) }],
