@@ -121,8 +121,9 @@ class RemoteWorker(SandboxWorker):
             self._wire.timeout = seconds
             if self._wire.sock is None:
                 self._wire.connect()
-            self._sock = self._wire.sock
-            self._sock.settimeout(seconds)
+            self._sock = wire = self._wire.sock
+            assert wire is not None
+            wire.settimeout(seconds)
             self._wire.request(
                 method, f"{self._path}/v{VERSION}{path}", None if body is None else json.dumps(body), self._headers
             )

@@ -21,8 +21,8 @@ MODULUS, TRAINED, HELD_OUT = 7, 3000, 300
 
 @dataclass(frozen=True)
 class Chain:
-    """Different problems of `depth` numbers: seven in ten are trained on, 3,000 at most, and 300 others at most are held
-    out."""
+    """Different problems of `depth` numbers. Seven in ten are trained on, 3,000 at most, and 300 others are held out.
+    Where there are fewer than that, it is all the others."""
 
     depth: int
     step_by_step: bool

@@ -49,7 +49,7 @@ def comparisons(count: int, seed: int) -> list[AnswerPair]:
     out = list[AnswerPair]()
     for _ in range(count):
         i, j = made.choice(4, 2, replace=False).tolist()
-        first = made.random() < sigmoid(TRUE[i] - TRUE[j])
+        first = made.random() < sigmoid(float(TRUE[i] - TRUE[j]))
         out.append(((i,), (j,)) if first else ((j,), (i,)))
     return out
 
