@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from posttrain.core.reinforce import Reinforce
+from posttrain.core.sampling import Sampling
 from posttrain.lab.lesson import (
     AskChoice,
     AskKnobs,
@@ -84,7 +85,8 @@ def compute(k: Values) -> Readout:
     cv = float(k["cv"])
     series: dict[str, list[float | None]] = {f"simulated, CV {cv:g}": [longest_of(n, cv) for n in SIZES]}
     series |= {f"claimed, CV {c:g}": list(values) for c, values in CLAIMED.items()}
-    said = by_rules(recorded({"rollout/truncated": kept_cut, "rollout/solved": solved}), Reinforce(name="rl"),
+    stage = Reinforce(name="rl", sampling=Sampling(max_tokens=max(1, round(float(k["limit"]) * float(k["mean"])))))
+    said = by_rules(recorded({"rollout/truncated": kept_cut, "rollout/solved": solved}), stage,
                     "cut_off_before_the_answer")  # fmt: skip
     return Readout(
         pictures=(
@@ -161,7 +163,7 @@ LESSON = Lesson(
     exercises=(
         AskNumber("The mean length is 200 and the longest of a step 800. Which share of the slots' time is lost?",
                   0.75, why="1 - 200 / 800."),
-        AskKnobs("Lose less than 45 % of the time, and keep which answers are learned from.", "share lost",
+        AskKnobs("Lose less than 45 % of the time with neither a limit nor extra siblings.", "share lost",
                  None, 0.45, {"ahead": 4}),
         AskChoice("Which trick changes what kind of answers the policy learns from?",
                   ("Asking ahead", "Extra siblings of which the first are kept", "A larger batch"), 1,
