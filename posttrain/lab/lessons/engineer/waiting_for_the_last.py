@@ -152,13 +152,13 @@ LESSON = Lesson(
         *(
             Claim(f"Longest of {n} answers at CV {cv:g}, in means", "curriculum 22b", claimed,
                   partial(longest_of, n, cv), within=0.05,
-                  why="Lognormal lengths, simulated: the claimed table is too long.")
+                  why="Simulated with lognormal lengths; another distribution gives other numbers.")
             for cv, row in CLAIMED.items() for n, claimed in zip(SIZES, row, strict=True)
         ),
         Claim("Share lost without tricks", "curriculum 22b", 0.30, lost(), within=0.1,
-              why="At CV 1 and 64 answers in a step most of the slots' time is waiting."),
+              why="Ours is of 4 prompts with 16 siblings at CV 1; which setting the claim is of is not said."),
         Claim("With all three", "curriculum 22b", 0.08, lost(extra=True, cap=True, ahead=1), within=0.1,
-              why="What is given up is also lost."),
+              why="The same setting, one step ahead; the claim may count its tricks otherwise."),
     ),
     exercises=(
         AskNumber("The mean length is 200 and the longest of a step 800. Which share of the slots' time is lost?",

@@ -142,8 +142,8 @@ LESSON = Lesson(
         here random words, which it can only learn by heart. That takes room and steps from the task.
 
         Both policies here see the same words and take the same steps, on the mean over the tokens that count. With
-        many demonstrations both learn the task, and the mask saves time. With few, the one without a mask learns
-        words by heart and reverses fewer new ones.
+        many demonstrations both learn the task, and the mask saves time. With few, the one without a mask
+        reverses fewer new words with most seeds, not with all: try 3.
     """,
     formula="loss = - mean over tokens with mask 1 of  log pi( token | all tokens before it )",
     knobs=(
