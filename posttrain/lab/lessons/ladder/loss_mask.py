@@ -51,7 +51,7 @@ class LetterTexts:
     ) -> tuple[np.ndarray, np.ndarray]:
         return ids(str(prompt)), self.completion_ids(completion)
 
-    def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
+    def completion_ids(self, text: str, *, chat: bool = False, task: str = "", behind: Any = ()) -> np.ndarray:
         return ids(f"{text}#")
 
 
