@@ -289,6 +289,11 @@ const Pictures = (() => {
       }
       figure.picture = p;
       figure.querySelector("figcaption").textContent = p.title;
+    });
+    while (place.children.length > pictures.length) place.lastChild.remove();
+    // Widths are read once all figures are there: how many there are decides how wide each is.
+    pictures.forEach((p, i) => {
+      const figure = place.children[i];
       const width = Math.max(260, Math.min(860, figure.clientWidth || 600));
       const host = figure.querySelector(".drawn"), old = host.firstChild, now = KINDS[p.kind](p, width, old);
       if (now !== old && !(old && p.kind !== "curve" && become(old, now))) {
@@ -297,7 +302,6 @@ const Pictures = (() => {
       }
       fill(figure);
     });
-    while (place.children.length > pictures.length) place.lastChild.remove();
   }
 
   function fill(figure) {
