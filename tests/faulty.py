@@ -30,13 +30,17 @@ from posttrain.core.placement import Processes
 from posttrain.core.ports import Talk
 from posttrain.core.preference_stage import OnlinePreference, Preference
 from posttrain.core.rejection import RFT, STAR, Regenerate, Rejection
+from posttrain.core.reward_head import HeadShape
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.step_labels import StepLabeling
 from posttrain.core.types import Stop, Task
+from posttrain.engine.heads import RewardHead
+from posttrain.engine.models import prepared
+from posttrain.engine.reward_folder import write_reward_model
 from posttrain.engine.tiny import build_module
-from posttrain.engine.vocabulary import characters
+from posttrain.engine.vocabulary import characters, raw_bytes
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.make import environment
@@ -179,8 +183,10 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
         run = replace(run, model=Model(path=str(_begins(folder / "bos")), context=64))
     if needs == "state":
         run = replace(run, model=Model(path=str(_remembers(folder / "state")), context=64))
-    if needs == "chat":
+    if needs in ("chat", "judge_anew"):
         run = _chat(run, folder)
+    if needs == "judge_anew":
+        run = _judged_anew(run, folder)
     if needs in ("experts", "rank_experts"):
         run = mixture(run)
     if needs in AHEAD:
@@ -512,6 +518,17 @@ def _chat(run: Run, folder: Path) -> Run:
     env = Env(name="prompts", prompts=str(folder / "chat.jsonl"), rewards=tiny_rewards(), heldout=4)
     sft = Supervised(name="sft", style="completion", steps=2, batch=4, eval=False)
     return replace(run, model=Model(path=str(folder / "chat"), context=64), env=env, stages=(sft, *run.stages))
+
+
+def _judged_anew(run: Run, folder: Path) -> Run:
+    """The same, paid by a reward model of random weights with a tokenizer and a chat template of its own."""
+    tokenizer = raw_bytes()
+    tokenizer.chat_template = CHAT
+    made = prepared(MODEL, build_module(MODEL, tokenizer, 1), tokenizer, (tokenizer.eos_token_id,), "here", [])
+    head = RewardHead(HeadShape(), MODEL.hidden, seed=1)
+    write_reward_model(replace(made, reward_head=head), folder / "judge")
+    paid = (*run.env.rewards, Reward(function=f"model:{folder / 'judge'}"))
+    return replace(run, env=replace(run.env, rewards=paid), stages=run.stages[1:])
 
 
 def tiny_rewards() -> tuple[Any, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,11 +13,13 @@ from safetensors.torch import load_file
 from posttrain.checks.schedule import due
 from posttrain.core.batch import Packed
 from posttrain.core.checkpoint import kept_folder
-from posttrain.core.errors import InvariantError
+from posttrain.core.errors import DataError, InvariantError
 from posttrain.core.gauge import Gauge
 from posttrain.core.types import Episode, Group, Segment
 from posttrain.core.verdict import State, Verdict
 from posttrain.engine.fingerprint import fingerprint
+from posttrain.environment import templates
+from posttrain.environment.render import Renderer
 from posttrain.role.events import Event, LearnedEvent, Observer, ObserverReport, PlayedEvent
 from posttrain.role.probe import READ
 from posttrain.role.reward_judge import JudgeMember, RewardModelJudge
@@ -30,24 +33,39 @@ COARSE = 100.0
 """How many times a judge's declared resolution the noise of its scores may be."""
 
 
-def read_alone(episode: Episode) -> Packed:
-    """The tokens of an episode as a reward model should read them: all of its last segment, and nothing else."""
-    said = episode.segments[-1]
-    logp = np.where(said.mask, 0.0, np.nan).astype(np.float32)
-    version = np.where(said.mask, 0, -1).astype(np.int32)
-    return Packed.of([Segment(said.ids, said.mask, logp, version, READ)])
+def read_alone(member: JudgeMember, episode: Episode) -> Packed | None:
+    """What a reward model should read of an episode, and nothing else: all of its last segment; or, with a tokenizer of
+    its own, the conversation as its own chat template writes it. None if that cannot be told or read."""
+    if member.renderer is None:
+        ids, mask = episode.segments[-1].ids, episode.segments[-1].mask
+    else:
+        try:
+            seen, said = _anew(cast("Renderer", member.renderer), episode)
+        except DataError:
+            return None
+        ids, mask = np.append(seen, said).astype(np.int32), np.arange(len(seen) + len(said)) >= len(seen)
+    logp = np.where(mask, 0.0, np.nan).astype(np.float32)
+    packed = Packed.of([Segment(ids, mask, logp, np.where(mask, 0, -1).astype(np.int32), READ)])
+    return packed if len(ids) <= member.context else None
+
+
+def _anew(render: Renderer, episode: Episode) -> tuple[Sequence[int] | np.ndarray, np.ndarray]:
+    """The ids of the prompt and of the answer. A prompt of messages is written by the tokenizer's own function."""
+    task, tokenizer = episode.task, cast("Any", render.tokenizer)
+    if isinstance(task.prompt, str) or any(
+        s in str(m.get("content")) for m in task.prompt for s in tokenizer.all_special_tokens
+    ):  # names of special tokens are written as text
+        return render.pair(task.prompt, episode.text, task.id, task.tools)
+    text = templates.apply(tokenizer, render.template.readable(task.prompt), generate=True, tools=task.tools)
+    seen = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return seen, render.completion_ids(episode.text, chat=True, behind=seen)
 
 
 def scored_again(judge: RewardModelJudge, episode: Episode) -> float | None:
-    """The score of an episode by itself, from its own tokens; None where a model reads it in tokens of its own, or
-    cannot read it."""
-    if any(m.renderer is not None for m in judge.members):
-        return None
-    packed = read_alone(episode)
-    if any(len(packed.ids_N) > m.context for m in judge.members):
-        return None
-    each = [float(m.scorer.rewards(packed)[0]) for m in judge.members]
-    if not np.all(np.isfinite(each)):
+    """The score of an episode by itself, as each model should read it; None where one cannot read it."""
+    read = [read_alone(m, episode) for m in judge.members]
+    each = [float(m.scorer.rewards(r)[0]) for m, r in zip(judge.members, read, strict=True) if r is not None]
+    if len(each) < len(read) or not np.all(np.isfinite(each)):
         return None
     spread = float(np.std(each))
     return min(each) if judge.combine == "worst" else float(np.mean(each)) - judge.pessimism * spread
@@ -78,7 +96,8 @@ def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: 
         raise InvariantError(
             f"reward model {judge.name} gave {verdict.score:.6g} to an answer to task {episode.task.id!r}, and gives"
             f" {again:.6g} to the same tokens read alone. Look at what it reads (another episode's tokens, padding, a"
-            " text that was encoded anew), at the order of its scores, and for an outage that became a number"
+            " text that was encoded anew, or without its chat template), at the order of its scores, and for an outage"
+            " that became a number"
         )
     noise = apart / largest if largest else 0.0
     if noise > COARSE * judge.resolution:
@@ -143,6 +162,7 @@ class RewardModelCheck(Observer):
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
+        self._told = False
 
     async def begin(self, roles: ReinforceRoles) -> None:
         self._digests = self._now(roles)
@@ -165,7 +185,9 @@ class RewardModelCheck(Observer):
                     return None
                 asked = judged[e.index % len(judged)]
                 noise = [scores_hold(j, group, asked, roles.run.model.dtype) for j in judges]
-                return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)})
+                notes = () if self._told else tuple(_without_template(judges, asked))
+                self._told = True
+                return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)}, notes)
             case LearnedEvent(packed, _, _) if due(packed.index):
                 self._unmoved(roles)
             case _:
@@ -182,6 +204,16 @@ class RewardModelCheck(Observer):
 
     def _now(self, roles: ReinforceRoles) -> dict[str, str]:
         return {m.name: fingerprint(m.scorer.tensors().items()) for j in _judges(roles) for m in j.members}
+
+
+def _without_template(judges: Sequence[RewardModelJudge], episode: Episode) -> Iterator[str]:
+    """A note on each model with a chat template of its own that reads prompts of text."""
+    for m in (m for j in judges for m in j.members if m.renderer is not None):
+        if isinstance(episode.task.prompt, str) and cast("Renderer", m.renderer).tokenizer.chat_template:
+            yield (
+                f"reward model {m.name} has a chat template, and prompts are text, so it reads them without it. Write"
+                ' prompts as messages ([{"role": "user", "content": ...}]) if it was trained on conversations'
+            )
 
 
 def _judges(roles: ReinforceRoles) -> Sequence[RewardModelJudge]:

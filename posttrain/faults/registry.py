@@ -45,13 +45,14 @@ class Fault:
     """What that run needs in addition to overrides: `resume`, `tool` (an environment with observations), `bos`, `chat`,
     `sft` (a supervised stage), `preference` (a stage that learns from pairs), `online` (one that learns from pairs of
     its own samples), `reject` (one that imitates its own samples), `reward_model` (a stage that trains one), `judge`
-    (reinforcement against one), `judging` (a policy that learns to judge), `votes` and `yes` (reinforcement paid by a
-    judge of pairs, and by one that says Yes or No), `process` (labels of steps, a process reward model, reinforcement
-    with it), `implicit` (an algorithm with implicit process rewards), `meta` (rows for a meta reward model, from a
-    judge's votes), `regenerate` (a stage that says wrong answers anew from their first wrong step), `state` (a
-    model with a recurrent state), `ahead` (groups asked ahead of the updates), `ahead_resume` (the same, resumed),
-    `pool` (two engines in processes, one of which is killed), `worlds` (episodes in two processes, one of which
-    dies), `fickle` (the same, of a world that shows something else when it is played again), `ranks` (two ranks),
+    (reinforcement against one), `judge_anew` (the same of messages, with one that has its own chat template), `judging`
+    (a policy that learns to judge), `votes` and `yes` (reinforcement paid by a judge of pairs, and by one that says Yes
+    or No), `process` (labels of steps, a process reward model, reinforcement with it), `implicit` (an algorithm with
+    implicit process rewards), `meta` (rows for a meta reward model, from a judge's votes), `regenerate` (a stage that
+    says wrong answers anew from their first wrong step), `state` (a model with a recurrent state), `ahead` (groups
+    asked ahead of the updates), `ahead_resume` (the same, resumed), `pool` (two engines in processes, one of which is
+    killed), `worlds` (episodes in two processes, one of which dies), `fickle` (the same, of a world that shows
+    something else when it is played again), `ranks` (two ranks),
     `experts` (a mixture of experts), `rank_experts` (one over two ranks that hold whole experts), `search`
     (`posttrain eval` with searches, of a run with a process reward model)."""
 

@@ -231,3 +231,19 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     return lambda folder, learner: None
+
+
+@fault(
+    "reward_read_without_template",
+    seam="posttrain.role.reward_judge:JudgeMember.segment",
+    what="a reward model with a tokenizer of its own reads the bare text of a conversation, without its chat template",
+    harm="its scores are those of a text such as it was never trained on, and rise and fall like any others",
+    source="pain 22: another template at scoring than in training",
+    needs="judge_anew",
+)
+def _(real: Real) -> Real:
+    def segment(self: Any, episode: Any) -> Any:
+        text = "\n".join(str(m["content"]) for m in episode.task.prompt)
+        return real(self, replace(episode, task=replace(episode.task, prompt=text)))
+
+    return segment

@@ -67,6 +67,7 @@ def test_at_least_nine_in_ten_are_caught() -> None:
         "reject",
         "reward_model",
         "judge",
+        "judge_anew",
         "judging",
         "votes",
         "yes",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from engine_parts import tiny
 from reward_parts import trained
+from transformers import AutoTokenizer
 
 import posttrain
 from posttrain.api.build import make_policy
@@ -102,6 +103,17 @@ def test_another_tokenizer_reads_the_conversation_anew(tmp_path: Path, capsys: p
         if own.verdict.score is None:
             assert own.verdict.kind == "unreadable"
     assert model.tokenizer_digest
+
+
+def test_a_chat_template_that_prompts_of_text_pass_by_is_said(tmp_path: Path) -> None:
+    wide = tiny_run()
+    path = saved(tmp_path / "bytes", replace(wide, env=replace(wide.env, name="countdown", args={})))
+    words = AutoTokenizer.from_pretrained(path)
+    words.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    words.save_pretrained(path)
+    posttrain.run(with_models(Reward(function=f"model:{path}")), out=tmp_path / "run", quiet=True)
+    [step] = reader.steps(tmp_path / "run")
+    assert [n for n in step.notes if "reward model bytes has a chat template, and prompts are text" in n]
 
 
 class Broken:
