@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.verifier.spoken import spoken
 
 Scores = tuple[float, ...]
 """What a verdict says of each completion. A choice between two is (1, 0) or (0, 1)."""
@@ -41,7 +42,7 @@ def read_choice(text: str) -> Scores | None:
     >>> read_choice("A is polite. [[A]]"), read_choice("I cannot say.")
     ((1.0, 0.0), None)
     """
-    return _side(_CHOICE.findall(text)[-1:])
+    return _side(_CHOICE.findall(spoken(text))[-1:])
 
 
 def read_last_characters(text: str) -> Scores | None:
@@ -50,7 +51,7 @@ def read_last_characters(text: str) -> Scores | None:
     >>> read_last_characters("<answer>[[B]]</answer>"), read_last_characters("<answer>[[B]]</answer>" + 80 * ".")
     ((0.0, 1.0), None)
     """
-    return _side(sorted(set(_ANSWER.findall(text[-LAST:]))))
+    return _side(sorted(set(_ANSWER.findall(spoken(text)[-LAST:]))))
 
 
 def read_boxed(text: str) -> Scores | None:
@@ -59,7 +60,7 @@ def read_boxed(text: str) -> Scores | None:
     >>> read_boxed(r"\boxed{8, 6}"), read_boxed(r"\boxed{8}"), read_boxed(r"\boxed{11, 6}")
     ((8.0, 6.0), None, None)
     """
-    said = _BOXED.findall(text)[-1:]
+    said = _BOXED.findall(spoken(text))[-1:]
     words = [w.strip() for w in said[0].split(",")] if said else []
     scores = tuple(float(w) for w in words if w.isdigit())
     fit = len(words) == len(scores) == len(NAMES) and all(LOWEST <= s <= HIGHEST for s in scores)
@@ -72,7 +73,7 @@ def read_yes(text: str) -> Scores | None:
     >>> read_yes("The sum is right. Yes"), read_yes("Perhaps")
     ((1.0,), None)
     """
-    said = _YES.findall(text)[-1:]
+    said = _YES.findall(spoken(text))[-1:]
     return (float(said[0] == YES),) if said else None
 
 

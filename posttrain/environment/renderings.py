@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message
-from posttrain.verifier.calling.parse import THOUGHTS
+from posttrain.verifier.spoken import THOUGHTS
 
 if TYPE_CHECKING:
     from posttrain.environment.chat import Chat

@@ -16,7 +16,7 @@ from posttrain.core.types import Message, Task
 from posttrain.environment.chat import SHIELD, WEATHER, Chat, Tools
 from posttrain.environment.render import Renderer
 from posttrain.environment.renderings import SAID, closing, common, squeezed
-from posttrain.verifier.calling.parse import THOUGHTS
+from posttrain.verifier.spoken import THOUGHTS
 
 MOST = 16
 """The most conversations that are rendered: one for each order of roles, the longest."""

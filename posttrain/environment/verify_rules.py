@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.environment.judge_rules import NO, YES, Scores, read_yes
+from posttrain.verifier.spoken import spoken
 
 RIGHT, WRONG = "ok", "no"
 """What a verifier writes behind a step that it checked."""
@@ -25,7 +26,7 @@ def read_boxed_yes(text: str) -> Scores | None:
     >>> read_boxed_yes(r"7+5=12 \boxed{Yes}"), read_boxed_yes("Yes")
     ((1.0,), None)
     """
-    said = _BOXED_YES.findall(text)[-1:]
+    said = _BOXED_YES.findall(spoken(text))[-1:]
     return (float(said[0] == YES),) if said else None
 
 

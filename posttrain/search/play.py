@@ -16,6 +16,7 @@ from posttrain.search.steps import Beginning, StepSearch
 from posttrain.search.votes import best, vote
 from posttrain.verifier.integers import last_integer
 from posttrain.verifier.math.extract import final
+from posttrain.verifier.spoken import spoken
 
 
 def _final(text: str) -> str | None:
@@ -24,7 +25,7 @@ def _final(text: str) -> str | None:
 
 
 def _line(text: str) -> str | None:
-    lines = text.strip().splitlines()
+    lines = spoken(text).strip().splitlines()
     return lines[-1].strip() if lines else None
 
 

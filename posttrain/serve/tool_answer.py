@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.verifier.calling import Malformed, ToolCall, parse
+from posttrain.verifier.spoken import THOUGHTS
 
 WITHIN = {
     "hermes": ("<tool_call>",),
@@ -25,7 +26,6 @@ AT_BEGIN = {
     "harmony": ("<|channel|>", "<|start|>"),
 }
 """Marks that mean a call, or other parts of a turn, only at its beginning."""
-THOUGHTS = ("<think>", "[THINK]", "<|START_THINKING|>")
 
 
 @dataclass
@@ -60,7 +60,7 @@ class ToolAnswer:
     def _certain(self) -> int:
         """How many characters are text, whatever follows."""
         begins = self.text.lstrip()
-        for mark in (*AT_BEGIN.get(self.format, ()), *(THOUGHTS if self.format in AT_BEGIN else ())):
+        for mark in (*AT_BEGIN.get(self.format, ()), *(dict(THOUGHTS) if self.format in AT_BEGIN else ())):
             if begins.startswith(mark) or mark.startswith(begins):
                 return self.sent
         found = [i for m in WITHIN.get(self.format, ()) if (i := self.text.find(m, self.sent)) >= 0]

@@ -12,14 +12,15 @@ from posttrain.core.verdict import Verdict
 from posttrain.verifier.formats import answer_format, think_format, tool_call
 from posttrain.verifier.integers import last_integer
 from posttrain.verifier.source import graded
+from posttrain.verifier.spoken import spoken
 
 Builtin = Callable[[Task, str], Verdict]
 
 
 def exact(task: Task, text: str) -> Verdict:
-    """1 if the response, without white space at its ends, equals the answer, or any of a list of answers."""
-    wanted = answers(task)
-    return graded(text.strip() in wanted, repr(text.strip()), _or(wanted))
+    """1 if the response, without thoughts and white space at its ends, equals the answer, or any of a list of answers."""
+    wanted, said = answers(task), spoken(text).strip()
+    return graded(said in wanted, repr(said), _or(wanted))
 
 
 def integer(task: Task, text: str) -> Verdict:
@@ -29,13 +30,13 @@ def integer(task: Task, text: str) -> Verdict:
 
 
 def contains(task: Task, text: str) -> Verdict:
-    """1 if the answer, or any of a list, occurs in the response as whole words: `12` is not in `312`, nor in `12.5`.
+    """1 if the answer, or any of a list, occurs outside thoughts as whole words: `12` is not in `312`, nor in `12.5`.
 
     A policy that lists every candidate earns 1, so use it only if responses are short.
     """
-    wanted = answers(task)
+    wanted, said = answers(task), spoken(text)
     pattern = rf"(?<!\w)(?<!\d[.,])(?:{'|'.join(map(re.escape, wanted))})(?!\w)(?![.,]\d)"
-    return graded(re.search(pattern, text) is not None, repr(text[-80:]), _or(wanted))
+    return graded(re.search(pattern, said) is not None, repr(said[-80:]), _or(wanted))
 
 
 def answers(task: Task) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.verifier.calling import reading
 from posttrain.verifier.calling.reading import Unreadable
+from posttrain.verifier.spoken import spoken, tags
 
 Calls = Counter[tuple[str, str]]
 """A multiset of (name, arguments as JSON with sorted keys)."""
@@ -23,13 +24,13 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 def think_format(task: Task, text: str) -> Verdict:
     """1 if the response is `<think>thought</think>` followed by an answer, with each tag once, else 0."""
-    return _form(text, _thought_and_rest(text)[1].strip() != "")
+    return _form(text, _after_thought(text) != "")
 
 
 def answer_format(task: Task, text: str) -> Verdict:
     """1 if the response is `<think>thought</think><answer>answer</answer>` and nothing else, else 0 (DeepSeek-R1's
     form)."""
-    rest = _thought_and_rest(text)[1].strip()
+    rest = _after_thought(text)
     inside = rest.removeprefix("<answer>").removesuffix("</answer>")
     whole = (
         rest.startswith("<answer>")
@@ -47,9 +48,10 @@ def tool_call(task: Task, text: str) -> Verdict:
     The wanted calls are the task's column `calls`, else its answer: a list of `{"name", "arguments"}`, or its JSON.
     """
     wanted = gold_calls(task)
-    if "<think>" not in text or "</think>" not in text:
+    marks = [tag[0] for tag in tags(text)]
+    if "<think>" not in marks or "</think>" not in marks[marks.index("<think>") :]:
         return Verdict.value(0.0, "no_thought", "there is no <think>...</think>")
-    _, begun, rest = text.rpartition(BEGIN)
+    _, begun, rest = spoken(text).rpartition(BEGIN)
     inside, ended, _ = rest.partition(END)
     if not begun or not ended:
         return Verdict.value(0.0, "no_call", f"there is no {BEGIN}...{END}")
@@ -86,13 +88,11 @@ def _calls(listed: Any) -> Calls:
     return out
 
 
-def _thought_and_rest(text: str) -> tuple[str, str]:
-    """The thought and the text after it; ('', '') unless the response begins with exactly one closed thought."""
-    stripped = text.strip()
-    if not stripped.startswith("<think>") or stripped.count("<think>") != 1 or stripped.count("</think>") != 1:
-        return "", ""
-    thought, _, rest = stripped.removeprefix("<think>").partition("</think>")
-    return thought, rest
+def _after_thought(text: str) -> str:
+    """The text after the thought; empty unless the response begins with `<think>`, and has one closed thought."""
+    marks = [tag[0] for tag in tags(text)]
+    begins = text.lstrip().startswith("<think>") and marks == ["<think>", "</think>"]
+    return spoken(text).strip() if begins else ""
 
 
 def _form(text: str, good: bool) -> Verdict:

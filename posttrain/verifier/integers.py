@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import deque
 
+from posttrain.verifier.spoken import spoken
+
 _MINUS = "\u2212\u2010\u2011\u2013\ufe63\uff0d"
 _TRANSLATE = str.maketrans(
     {**dict.fromkeys(_MINUS, "-"), "\uff0b": "+", **{chr(0xFF10 + d): str(d) for d in range(10)}}
@@ -28,7 +30,8 @@ def canonical(sign: str | None, digits: str) -> str:
 
 
 def last_integer(text: str) -> str | None:
-    """The last number of a text in its canonical spelling. None if there is no number or it is not an integer.
+    """The last number of a text outside its thoughts, in its canonical spelling. None if there is no number or
+    it is not an integer.
 
     Accepts a sign that is not an operator, Unicode minus signs, leading zeros, full-width digits and thousands
     separators (comma, apostrophe, underscore, narrow or fixed space). `12.0` is 12, and `12.5` is not an integer. The
@@ -37,7 +40,7 @@ def last_integer(text: str) -> str | None:
     >>> last_integer("3+4=7;7+5=12"), last_integer("about 1,234."), last_integer("\u2212007"), last_integer("12.5")
     ('12', '1234', '-7', None)
     """
-    found = deque(_NUMBER.finditer(text.translate(_TRANSLATE)), maxlen=1)
+    found = deque(_NUMBER.finditer(spoken(text).translate(_TRANSLATE)), maxlen=1)
     last = found[0] if found else None
     if last is None or (last["fraction"] or "").strip("0"):
         return None

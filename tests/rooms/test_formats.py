@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +15,16 @@ from posttrain.core.env import Reward
 from posttrain.core.errors import DataError
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
+from posttrain.environment.judge_rules import read_boxed, read_choice, read_last_characters, read_yes
+from posttrain.environment.verify_rules import read_boxed_yes
+from posttrain.search.play import ANSWERS
+from posttrain.verifier.builtin import BUILTIN
+from posttrain.verifier.calling.parse import parse
+from posttrain.verifier.code.fences import blocks_of
 from posttrain.verifier.configured import sources
 from posttrain.verifier.formats import answer_format, think_format, tool_call
+from posttrain.verifier.math.extract import final
+from posttrain.verifier.spoken import spoken
 
 GOLD = [{"name": "f", "arguments": {"a": 1, "b": 2}}]
 TWICE = [
@@ -140,6 +149,8 @@ FORMS = [
     ("<think>a</think><answer>b</answer><answer>c</answer>", 1, 0),
     ("<think>a</think><answer>", 1, 0),
     ("<answer>b</answer><think>a</think>", 0, 0),
+    ("<think>the tag '</think>' ends</think>b", 1, 0),
+    ("<think>write `<think>` first</think><answer>b</answer>", 1, 1),
 ]
 
 
@@ -148,8 +159,50 @@ def test_forms(text: str, think: int, answer: int) -> None:
     assert (think_format(Task("t", "p"), text).score, answer_format(Task("t", "p"), text).score) == (think, answer)
 
 
+CALL = '<tool_call>{"name": "f", "arguments": {"s": "x </think> y"}}</tool_call>'
+READERS: list[tuple[Callable[[str], object], str, object]] = [
+    (spoken, '<think>I get "3"</think>4', "4"),
+    (spoken, "<think>I get `3`</think>```x```", "```x```"),
+    (spoken, '<think>I get "3"</think>"4"', '"4"'),
+    (spoken, 'It is 4."<think>or 5', 'It is 4."'),
+    (spoken, "tags = ['<think>', \"</think>\", `<think>`]", "tags = ['<think>', \"</think>\", `<think>`]"),
+    (spoken, "[THINK]3[/THINK]It is 4", "It is 4"),
+    (spoken, "[THINK]3</think> and", ""),
+    (spoken, "4 <think>hm</think> in all", "4  in all"),
+    (spoken, "3</think>4</think>5", "4</think>5"),
+    (lambda t: getattr(final(t), "text", None), '<think>I get "3"</think>\\boxed{4}', "4"),
+    (lambda t: getattr(final(t), "text", None), "[THINK]\\boxed{3} and", None),
+    (lambda t: blocks_of(t)[-1].body, "[THINK]```python\nx\n```[/THINK]```python\ny\n```", "y\n"),
+    (lambda t: builtin("contains", t), "<think>4?</think>It is 5", 0.0),
+    (lambda t: builtin("exact", t), "<think>2+2</think>4", 1.0),
+    (lambda t: builtin("last_integer", t), "<think>maybe 4", 0.0),
+    (lambda t: score(t)[0], f"<think>{said(GOLD)[20:]}</think>", 0.0),
+    (lambda t: parse(t, "hermes").calls, f"Sure. <think>{CALL}</think>no", ()),
+    (lambda t: parse(t, "hermes").calls, f"<think>the tag '</think>' and {CALL}</think>no", ()),
+    (lambda t: parse(t, "hermes").content, f"<think>hm</think>{CALL}no", "no"),
+    (read_choice, "<think>[[A]]</think>[[B]]<think>[[A]]", (0.0, 1.0)),
+    (read_last_characters, "<think><answer>[[A]]</answer></think>", None),
+    (read_yes, "No<think>or Yes", (0.0,)),
+    (read_boxed, r"<think>\boxed{8, 6}", None),
+    (read_boxed_yes, r"<think>\boxed{Yes}</think>", None),
+    (ANSWERS["integer"], "4 <think>or 5", "4"),
+    (ANSWERS["line"], "4\n<think>or 5", "4"),
+]
+
+
+def builtin(name: str, text: str) -> float | None:
+    return BUILTIN[name](Task("t", "p", answer="4"), text).score
+
+
+@pytest.mark.parametrize(("read", "text", "wanted"), READERS, ids=[f"{i} {t!r}" for i, (_, t, _) in enumerate(READERS)])
+def test_every_reader_passes_over_thoughts(read: Callable[[str], object], text: str, wanted: object) -> None:
+    assert read(text) == wanted
+
+
 def test_long_texts_take_linear_time() -> None:
     begun = time.process_time()
+    for text in ("'" * 10**6, "'</think>'" * 10**5, "</think>" * 10**5, "<think></think>" * 10**5):
+        spoken(text)
     for text in ("<think>" * 10**5, "<tool_call>" * 10**5, said("9" * 10**6), "<think>a</think>" + "<answer>" * 10**5):
         score(text)
         think_format(Task("t", "p"), text)

@@ -10,7 +10,7 @@
     coder     <tool_call><function=f><parameter=a>1</parameter></function></tool_call>          Qwen 3 Coder
     harmony   <|channel|>commentary to=functions.f <|message|>{"a": 1}                          gpt-oss
 
-Text in `<think>` tags is reasoning, and calls in it are ignored. No text makes the parser raise.
+Thoughts (`posttrain.verifier.spoken`) are reasoning, and calls in them are ignored. No text makes the parser raise.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from posttrain.verifier.calling import reading
 from posttrain.verifier.calling.reading import Unreadable
+from posttrain.verifier.spoken import thoughts
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,6 @@ class Parsed:
 
 Found = tuple[str, list[ToolCall | Malformed]]
 """(text outside the calls, calls)"""
-THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
 EXCERPT = 200
 TRIES = 8
 """Values of the longest length that are read in vain before the first end tag is taken to end a call."""
@@ -67,19 +67,6 @@ def parse(text: str, format: str) -> Parsed:
     reasoning, rest = thoughts(text)
     content, calls = FORMATS[format](rest)
     return Parsed(reasoning.strip(), content.strip(), tuple(calls))
-
-
-def thoughts(text: str) -> tuple[str, str]:
-    """(reasoning, the rest). The opening tag may be in the prompt. If the reasoning does not end, there is no rest."""
-    for begin, end in THOUGHTS:
-        opened, closed = text.find(begin), text.find(end)
-        if closed >= 0 and (opened < 0 or opened > closed):
-            return text[:closed], text[closed + len(end) :]
-        if opened >= 0 and not text[:opened].strip():
-            if closed < 0:
-                return text[opened + len(begin) :], ""
-            return text[opened + len(begin) : closed], text[closed + len(end) :]
-    return "", text
 
 
 def _read(text: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> list[ToolCall | Malformed]:
