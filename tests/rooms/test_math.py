@@ -101,8 +101,8 @@ SAME = [
     ("3", "٣"), ("3/2", r"1\frac{1}{2}"),
     ("3/2", "1 1/2"), ("7/2", "3½"), ("1000", "1,000"), ("1000", "1{,}000"), ("1000000", r"1\,000\,000"),
     ("1000", "10^3"), ("1000", "10^{3}"), ("1500", r"1.5\times10^3"),
-    ("1500", r"1.5 \cdot 10^{3}"), ("1500", "1.5e3"), ("0.015", r"1.5\times 10^{-2}"), ("1024", "2^{10}"),
-    ("120", "5!"), ("3/4", "3:4"), ("1/3", "0.333333"), ("2/3", "0.6666667"),
+    ("1500", r"1.5 \cdot 10^{3}"), ("1500", "1.5e3"), ("0.015", r"1.5\times 10^{-2}"),
+    ("3/4", "3:4"), ("1/3", "0.333333"), ("2/3", "0.6666667"),
     ("50%", "0.5"), ("50%", "50"), ("50", r"50\%"), ("0.5", "50 percent"), ("5", "5 cm"), ("5 cm", "5"),
     (r"5\text{ cm}", "5 centimeters"), ("5 cm²", r"5\text{ square cm}"),
     ("90", r"90^\circ"), ("90°", "90 degrees"), ("5", r"\$5"), ("5", "$5"), ("5 dollars", "$5"), ("12.5", r"$\$12.50$"),
@@ -144,7 +144,8 @@ def test_different_answers_differ(reward: MathSource, gold: str, said: str) -> N
 
 ALGEBRA = [
     ("x^2+1", "1+x^2", 1), ("x^2-1", "(x-1)(x+1)", 1), (r"2\sqrt2", r"\sqrt{8}", 1), ("sqrt(2)", "2^{1/2}", 1),
-    ("5", r"\sqrt{25}", 1), (r"\pi", "3.141593", 1), (r"\frac{\pi}{2}", r"\pi/2", 1),
+    ("5", r"\sqrt{25}", 1), ("1024", "2^{10}", 1), ("120", "5!", 1),
+    (r"\pi", "3.141593", 1), (r"\frac{\pi}{2}", r"\pi/2", 1),
     ("y=2x+1", "1+2x", 1), (r"(\sqrt2,1)", r"(2^{1/2},1)", 1), ("3\\pm\\sqrt2", r"3-\sqrt{2},3+\sqrt{2}", 1),
     (r"(-\infty,3]\cup(4,5)", r"(4,5)\cup(-\infty,3]", 1), ("1+2i", "2i+1", 1), ("10", r"\binom{5}{2}", 1),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}", 1),
@@ -328,7 +329,7 @@ def test_junk_never_breaks_the_algebra(reward: MathSource, junk: str) -> None:
 
 
 def test_an_endless_comparison_is_the_candidates_and_the_next_one_is_answered(reward: MathSource) -> None:
-    v = judged(reward, "(x-1)^{9999}", boxed("x^{10^{10}}-1"))
+    v = judged(reward, "(x-1)^{9999}=0", boxed("x^{10^{10}}=1"))
     assert (v.state, v.score, v.kind) == (State.VALUE, 0.0, "timeout"), v
     assert judged(reward, r"2\sqrt2", boxed(r"\sqrt{8}")).score == 1.0
 

@@ -1,6 +1,6 @@
 """Calls math-verify, in a worker process, for comparisons that our own rules cannot decide.
 
-It gets single, spelled expressions, and only its LaTeX grammar is used. Its parser for plain expressions uses Python's
+It gets single, spelled expressions, and its LaTeX grammar reads them. Its parser for plain expressions uses Python's
 `eval` through sympy's `parse_expr`. That function is replaced in the whole process by one that reads only numbers and
 names, so no text is ever evaluated.
 """
@@ -11,10 +11,12 @@ import functools
 import importlib
 import re
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from posttrain.core.verdict import Verdict
+from posttrain.verifier.math.equal import ROUNDED
 from posttrain.verifier.math.grade import UnreadableError, gold_of, grade
+from posttrain.verifier.math.points import same_values
 from posttrain.verifier.math.values import Other, Value, parts
 from posttrain.verifier.workers.pool import reply_of
 
@@ -25,10 +27,12 @@ _SAME = (
     ("\\frac{x+1}{2}", "\\frac{x}{2}+0.5"),
 )
 """Pairs that a working algebra finds equal."""
-_NUMBER = re.compile(r"[-+]?(?:\d+/\d+|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
-_DECIMAL = re.compile(r"(?<![\d.,])(\d*)\.(\d{1,15})(?![\d.,])")
-_IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
+_DECIMAL = re.compile(r"(?<![\d.,])(\d*)\.(\d{1,99})(?![\d.,])")
+_ROUNDED = re.compile(rf"-?\d*\.(\d{{{ROUNDED},}})")
+_EULER = re.compile(r"(\d)(?=[eE][-+]?\d)")
+"""A digit before Euler's number, which is not the exponent of a decimal here: our own rules read those."""
+_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 
 
 class _RefusedError(BaseException):
@@ -72,10 +76,10 @@ def answer(gold: str, response: str | None) -> Verdict:
 
 @functools.lru_cache(maxsize=65536)
 def equal(gold: str, said: str) -> bool:
-    """Whether math-verify finds two expressions equal; UnreadableError if it cannot read one. Results are cached,
-    because the samples of a group often have the same answer.
+    """Whether two expressions are equal; UnreadableError if one cannot be read. Results are cached, because the samples
+    of a group often have the same answer.
 
-    It does not find 0.5+0.5i equal to (1+i)/2, so decimals with an i are tried again as fractions.
+    Expressions are compared by their values, and relations, sets and matrices by math-verify.
     """
     from math_verify import verify
 
@@ -83,30 +87,47 @@ def equal(gold: str, said: str) -> bool:
         wanted, given = parsed(gold), parsed(said)
         if wanted is None or given is None:
             raise UnreadableError(gold if wanted is None else said, gold=wanted is None)
-        if verify(wanted, given, allow_set_relation_comp=True, timeout_seconds=None):
-            return True
-        exact = [_DECIMAL.sub(_fraction, text) for text in (gold, said)]
-        if exact == [gold, said] or not any(_IMAGINARY.search(text) for text in exact):
-            return False
-        return bool(verify(parsed(exact[0]), parsed(exact[1]), allow_set_relation_comp=True, timeout_seconds=None))
+        same = same_values(wanted, given, f"{gold}={said}", _rounding(gold) or _rounding(said))
+        return verify(wanted, given, allow_set_relation_comp=True, timeout_seconds=None) if same is None else same
     except _RefusedError:
         raise UnreadableError(said, gold=False) from None
 
 
 @functools.lru_cache(maxsize=4096)
 def parsed(text: str) -> Any:
-    """The expression; None if the grammar does not accept it."""
-    from math_verify import LatexExtractionConfig, parse
-
-    inside = text.replace("%", "\\%")
-    found: Any = parse(
-        f"\\boxed{{{inside}}}", [LatexExtractionConfig()], "no_fallback", parsing_timeout=cast(int, None)
+    """The expression; None if the grammar does not accept it. A decimal is the exact fraction, an `i` alone is the
+    imaginary unit, and the angles of functions may be in degrees."""
+    import sympy
+    from latex2sympy2_extended.latex2sympy2 import (
+        ConversionConfig,
+        NormalizationConfig,
+        latex2sympy,
+        normalize_latex,
     )
-    return found[0] if found else None
+
+    text = _DECIMAL.sub(_fraction, _EULER.sub(r"\1 ", text.replace("%", "\\%")))
+    try:
+        found: Any = latex2sympy(
+            normalize_latex(text, NormalizationConfig(boxed="none")),
+            is_real=True,
+            convert_degrees=_ANGLE.search(text) is not None,
+            normalization_config=None,
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )
+        imaginary = sympy.Symbol("i", real=True)
+        return found.xreplace({imaginary: sympy.I}) if imaginary in found.free_symbols else found
+    except Exception:
+        return None
 
 
 def _fraction(decimal: re.Match[str]) -> str:
     return rf"\frac{{{int(decimal[1] + decimal[2])}}}{{{10 ** len(decimal[2])}}}"
+
+
+def _rounding(text: str) -> int:
+    """The digits after the point of a decimal that also equals what it rounds; 0 for all other text."""
+    decimal = _ROUNDED.fullmatch(text)
+    return len(decimal[1]) if decimal else 0
 
 
 def _readable(value: Value) -> None:
@@ -117,20 +138,16 @@ def _readable(value: Value) -> None:
 
 
 def _forbid_eval() -> None:
-    """Replace sympy's parser of text by one that reads numbers and names only. Its own parser uses `eval` on
+    """Replace sympy's parser of text by one that reads names only. Its own parser uses `eval` on
     transformed Python."""
     import sympy
 
     known = {"oo": sympy.oo, "zoo": sympy.zoo, "nan": sympy.nan, "pi": sympy.pi, "E": sympy.E, "I": sympy.I}
 
-    def numbers_only(text: str, *args: Any, **kwargs: Any) -> Any:
-        if _NUMBER.fullmatch(str(text)) is None:
-            if str(text).isidentifier():
-                return known.get(str(text)) or sympy.Symbol(str(text))
+    def names_only(text: str, *args: Any, **kwargs: Any) -> Any:
+        if not str(text).isidentifier():
             raise _RefusedError(str(text)[:80])
-        if "/" in text:
-            return sympy.Rational(*map(int, text.split("/")))
-        return sympy.Integer(int(text)) if text.lstrip("+-").isdigit() else sympy.Float(text)
+        return known.get(str(text)) or sympy.Symbol(str(text))
 
     for name in (
         "sympy.parsing.sympy_parser",
@@ -138,4 +155,4 @@ def _forbid_eval() -> None:
         "math_verify.parser",
         "latex2sympy2_extended.latex2sympy2",
     ):
-        importlib.import_module(name).parse_expr = numbers_only  # type: ignore[attr-defined]
+        importlib.import_module(name).parse_expr = names_only  # type: ignore[attr-defined]

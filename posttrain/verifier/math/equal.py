@@ -2,17 +2,19 @@
 mathematics does not decide.
 
 - Numbers are exact: 0.5 is 1/2, and 0.33 is not 1/3. A decimal of six or more digits after its point is also what it
-  rounds: 0.333333 is 1/3. A sum, difference or product left standing (`3+4` for 7) is no answer to a question whose
-  answer is a number.
+  rounds, to five significant digits: 0.333333 is 1/3. A sum, difference or product left standing (`3+4` for 7) is no
+  answer to a question whose answer is a number.
 - 50% is 50% and 0.5, and also 50: the sign is often left out. 0.5 is not 50.
-- A unit may be left out, behind a number and behind `12\\pi` or `4\\sqrt{2}`; two different units differ, nothing is
-  converted. Other words after a number are passed over (12 apples), but not those that make another number of it: 5
+- A unit may be left out, behind one number such as 12, `12\\pi` or `4\\sqrt{2}`; two different units differ, nothing is
+  converted. One letter is a unit only behind a space or in a text command: `2 h` is 2 hours, and `2h` a product that
+  is not 2. Other words after a number are passed over (12 apples), but not those that make another number of it: 5
   million is 5000000, `5 squared` is not 5.
 - `1011_2` is `1011`, and `1011_3` is neither: a base may be left out, and nothing is converted between bases.
 - `h:mm` with hours to 24 and two digits of minutes is a time of day, equal to the same time only. Every other `a:b` is
   the ratio a/b; a time in lowest terms (`1:12`) is also that ratio where the other side is no time. So `2:4` is `1:2`,
   and `10:30` is not `1:3`.
-- A choice may be said with its value: `(C) 12` is `C`, and `12` too; where both sides give both, both count.
+- A choice may be said with its value: `(C) 12` is `C`, and `12` too; where both sides give both, both count. `ABD` is
+  `A, B, D`.
 - `1,2` is a list without order, like the set `{1,2}`. `(1,2)` and `[1,2]` have an order, and their own meaning: the
   pair or open interval, the list or closed interval. A bare list equals a bracketed one with the same order; brackets
   of different kinds differ.
@@ -26,6 +28,7 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import gcd
+from typing import Any
 
 from posttrain.verifier.math.numerals import constant
 from posttrain.verifier.math.units import clash
@@ -49,46 +52,21 @@ ROUNDED = 6
 """A decimal with at least so many digits after the point also equals the number that it rounds."""
 
 _STANDING = re.compile(r"(?<=[\d)}!])(?:\+|-|\*|/\(|\\times|\\cdot|\()|\)\d")
-_NO_NUMBER = re.compile(r"\d\.\d+\.|\.\.")
-_BASE = re.compile(r"(?<=[\d)])_(\{[^{}]*\}|\w)")
-_LETTERS = re.compile(r"[A-Za-z]+")
-_KNOWN = {
-    "e",
-    "i",
-    "pi",
-    "frac",
-    "sqrt",
-    "times",
-    "cdot",
-    "div",
-    "log",
-    "ln",
-    "sin",
-    "cos",
-    "tan",
-    "cot",
-    "sec",
-    "csc",
-    "arcsin",
-    "arccos",
-}
-_KNOWN |= {"arctan", "binom", "exp", "text", "le", "ge", "infty", "pm", "mp", "overline", "left", "right"}
+_LETTERS = re.compile("[A-J]+")
+"""The letters of several choices: `A, B, D`, or `ABD` without commas."""
+_OPEN = re.compile(
+    r"(?<![A-Za-z\\])[a-df-hj-zA-DF-HJ-Z](?![A-Za-z(])"
+    r"|\\(?:sum|prod|int|lim|max|min|gcd|lcm|lfloor|lceil|[bp]?mod|det)(?![A-Za-z])"
+)
+"""What no number has: a letter alone that is neither Euler's number nor the imaginary unit, or a function that is left
+to be computed."""
 
 
 def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | None:
     """Whether `said` equals `gold`; None if only the algebra can decide and there is none here."""
-    if isinstance(gold, ChoiceAnswer) or isinstance(said, ChoiceAnswer):
-        return _choice(gold, said, algebra)
-    if isinstance(gold, Named) or isinstance(said, Named):
-        return _named(gold, said, algebra)
-    if isinstance(gold, Union) or isinstance(said, Union):
-        return _union(gold, said, algebra)
-    if isinstance(gold, Items) or isinstance(said, Items):
-        return _items(gold, said, algebra)
-    if isinstance(gold, TimeOfDay) or isinstance(said, TimeOfDay):
-        return _clock(gold, said, algebra)
-    if isinstance(gold, Based) or isinstance(said, Based):
-        return _based(gold, said)
+    for kind, compare in _COMPARED.items():
+        if isinstance(gold, kind) or isinstance(said, kind):
+            return compare(gold, said, algebra)
     if isinstance(gold, TooLarge) or isinstance(said, TooLarge):
         return gold == said
     if isinstance(gold, Number) and isinstance(said, Number):
@@ -97,16 +75,13 @@ def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | No
         return _text(gold).casefold() == _text(said).casefold() if len(_text(gold)) > 1 else _text(gold) == _text(said)
     if isinstance(gold, Number | Other) and isinstance(said, Number | Other) and clash(gold.unit, said.unit):
         return False
-    if isinstance(gold, Number) and isinstance(said, Other) and (standing(said.text) or _has_variable(said.text)):
+    if isinstance(gold, Number) and isinstance(said, Other) and standing(said.text):
         return False
     one, two = _text(gold), _text(said)
+    if isinstance(gold, Number) and _OPEN.search(two):
+        return False
     if one == two:
         return True
-    bases = [sorted(_BASE.findall(text)) for text in (one, two)]
-    if bases[0] != bases[1] and all(bases):
-        return False
-    if _NO_NUMBER.search(two) or (one.isalpha() and two.isalpha() and len(one) == len(two) == 1):
-        return False
     return None if algebra is None else algebra(one, two)
 
 
@@ -117,10 +92,6 @@ def standing(text: str) -> bool:
     (True, True, False, False)
     """
     return constant(text) and _STANDING.search(text.replace(" ", "")) is not None
-
-
-def _has_variable(text: str) -> bool:
-    return any(word not in _KNOWN for word in _LETTERS.findall(text))
 
 
 def _numbers(gold: Number, said: Number) -> bool:
@@ -137,8 +108,17 @@ def _close(a: Number, b: Number, x: Fraction, y: Fraction) -> bool:
         return True
     if (a.decimals is None) == (b.decimals is None):
         return False
-    decimals = a.decimals if a.decimals is not None else b.decimals
-    return decimals is not None and decimals >= ROUNDED and abs(x - y) * 2 <= Fraction(1, 10**decimals)
+    return near(x, y, a.decimals or b.decimals or 0)
+
+
+def near(x: Fraction, y: Fraction, digits: int) -> bool:
+    """Whether a decimal with so many digits after its point rounds the other number, to five significant digits.
+
+    >>> near(Fraction(1, 3), Fraction(333333, 10**6), 6), near(Fraction(1, 3**20), Fraction(0), 6)
+    (True, False)
+    """
+    gap = abs(x - y)
+    return digits >= ROUNDED and gap * 2 <= Fraction(1, 10**digits) and gap * 10**5 <= max(abs(x), abs(y))
 
 
 def _choice(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
@@ -154,7 +134,8 @@ def _choice(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
 def _clock(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     if isinstance(gold, TimeOfDay) and isinstance(said, TimeOfDay):
         alike = gold.half == said.half or not (gold.half and said.half)
-        day = _of_day(gold) == _of_day(said) and bool(gold.half or said.half)
+        one, two = (c.hour % 12 + 12 * (c.half == "pm") if c.half else c.hour for c in (gold, said))
+        day = one == two and bool(gold.half or said.half)
         return gold.minute == said.minute and ((gold.hour == said.hour and alike) or day)
     clock, other = (gold, said) if isinstance(gold, TimeOfDay) else (said, gold)
     assert isinstance(clock, TimeOfDay)
@@ -168,30 +149,26 @@ def _clock(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     return equal(ratio, other, algebra) if clock is gold else equal(other, ratio, algebra)
 
 
-def _of_day(clock: TimeOfDay) -> int:
-    return clock.hour % 12 + (12 if clock.half == "pm" else 0) if clock.half else clock.hour
-
-
-def _based(gold: Value, said: Value) -> bool:
+def _based(gold: Value, said: Value, algebra: Algebra | None) -> bool:
     if isinstance(gold, Based) and isinstance(said, Based):
         return gold == said
     based, other = (gold, said) if isinstance(gold, Based) else (said, gold)
     assert isinstance(based, Based)
-    if isinstance(other, Number):
-        return (
-            not other.unit
-            and not other.percent
-            and based.digits.replace(".", "", 1).isdigit()
-            and Fraction(based.digits) == other.value
-        )
-    return isinstance(other, Other | WordAnswer) and _text(other).lstrip("0").upper() == based.digits
+    said_digits = _text(other).lstrip("0").upper() or "0"
+    return (
+        isinstance(other, Number | Other | WordAnswer)
+        and said_digits == based.digits
+        and not getattr(other, "unit", "")
+    )
 
 
 def _named(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     if isinstance(gold, Named) and isinstance(said, Named):
-        if gold.name == said.name or (not _variable(said) and said.simple) or (not _variable(gold) and gold.simple):
-            return equal(gold.value, said.value, algebra)
-        if gold.simple and said.simple:
+        if gold.name == said.name or any(constant(v.name) and v.simple for v in (gold, said)):
+            told = equal(gold.value, said.value, algebra)
+            if told or (gold.simple and said.simple):
+                return told
+        elif gold.simple and said.simple:
             return False
         return None if algebra is None else algebra(text_of(gold), text_of(said))
     named, other = (gold, said) if isinstance(gold, Named) else (said, gold)
@@ -201,16 +178,15 @@ def _named(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     return equal(named.value, other, algebra) if named is gold else equal(other, named.value, algebra)
 
 
-def _variable(value: Named) -> bool:
-    return not constant(value.name)
-
-
 def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     if not isinstance(gold, Items) or not isinstance(said, Items):
         items, other = (gold, said) if isinstance(gold, Items) else (said, gold)
         assert isinstance(items, Items)
         if len(items.items) == 1 and items.left in ("{", "["):
             return equal(items.items[0], other, algebra) if items is gold else equal(other, items.items[0], algebra)
+        letters = "".join(_text(v) for v in items.items)
+        if items.left in ("", "{") and _LETTERS.fullmatch(letters) and isinstance(other, Other | WordAnswer):
+            return sorted(letters) == sorted(_text(other).upper())
         if not isinstance(other, Other):
             return False
         return None if algebra is None else algebra(text_of(gold), text_of(said))
@@ -232,6 +208,11 @@ def _union(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     elif any(not isinstance(v, Items | Union | Other) or (isinstance(v, Items) and not v.left) for v in (gold, said)):
         return False
     return None if algebra is None else algebra(text_of(gold), text_of(said))
+
+
+_COMPARED: dict[type[Value], Callable[[Any, Any, Algebra | None], bool | None]] = {
+    ChoiceAnswer: _choice, Named: _named, Union: _union, Items: _items, TimeOfDay: _clock, Based: _based
+}  # fmt: skip
 
 
 def _matched(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | None) -> bool | None:

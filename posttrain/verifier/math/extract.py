@@ -45,8 +45,7 @@ _COMMAND = re.compile(r"\\[A-Za-z]+|\b(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _GROWN = re.compile(
     r"(?:\\(?:pi|sqrt|cdot|times|text|mathrm)(?![A-Za-z])(?:\{[^{}\n]{0,60}\})?|[π√²³°]|(?<=[π√])\d+"
-    r"|(?![mghsLCFNJWV]\b"
-    r"|x (?:as|more|faster|larger|bigger|greater|longer|the)\b)[A-Za-z]{1,3}(?![A-Za-z])|\^\{?-?\w{1,6}\}?)+"
+    r"|(?!x (?:as|more|faster|larger|bigger|greater|longer|the)\b)[A-Za-z]{1,3}(?![A-Za-z])|\^\{?-?\w{1,6}\}?)+"
 )
 """Text directly after a number, so that the number alone is not the answer: `12π`, `5x`, `3rd`."""
 _AFTER = re.compile(r"[ \t]{0,2}(?:\\text\{)?([^\n.,;:!?()$\\{}]{1,60})")
@@ -91,7 +90,6 @@ _BETWEEN = re.compile(r"[\s$.]{0,6}(?:,|;|\band\b|\bor\b|,\s?and\b|,\s?or\b)[\s$
 """Text that joins two boxes into one answer."""
 _CLEAR = re.compile(r"\([A-J]\)(?=,? (?:because|since|as|is|for)\b)|(?i:yes|no|true|false)(?=[,.;])|([A-J][.)])(?= \S)")
 """A choice or a word that is the answer, whatever numbers follow. Group 1 is a letter with its value after it."""
-_MEASURING = {"per", "square", "cubic", "squared", "cubed", "sq", "cu", "half", "am", "pm"}
 
 
 @dataclass(frozen=True)
@@ -272,16 +270,13 @@ def _line(rest: str) -> str:
 
 def _joined(text: str, span: re.Match[str]) -> str:
     """Formulas that follow one another as a list, and the unit after the last."""
-    out = _content(span)
+    out = span[span.lastindex or 0]
     while (join := _JOIN.match(text, span.end())) and (more := _SPAN.match(text, join.end())):
-        out, span = f"{out.strip()}{_comma(join.group())}{_content(more).strip()}", more
+        word = join.group().replace(",", " ").strip()
+        comma = rf" \text{{ {word} }} " if word else ", "
+        out, span = f"{out.strip()}{comma}{more[more.lastindex or 0].strip()}", more
     after = _words_after(text, span.end())
     return rf"{out.strip()}\text{{ {after}}}" if after else out
-
-
-def _comma(join: str) -> str:
-    word = join.replace(",", " ").strip()
-    return rf" \text{{ {word} }} " if word else ", "
 
 
 def _first(line: str) -> str:
@@ -294,8 +289,8 @@ def _first(line: str) -> str:
         return fixed[0]
     if _HEDGE.match(line) or (number is not None and _UNSURE.search(sentence, number.end())):
         return rf"\text{{{sentence}}}"
-    if not prose(line) or _measures(sentence):
-        return line if not prose(line) else sentence
+    if not prose(line):
+        return line
     if (clear := _CLEAR.match(line)) is not None:
         return clear[0] if clear[1] is None else f"{clear[0]} {_first(line[clear.end() :].strip())}"
     span = _SPAN.search(line)
@@ -314,14 +309,6 @@ def _listed(line: str) -> str | None:
     while match and (join := _JOIN.match(line, match.end())) and (more := _PLAIN.match(line, join.end())):
         match, end = more, more.end()
     return _MAYBE.sub("", line[:end]) if end and re.match(r"(?: [^\W\d_]+){0,2}(?:[.;!?]|$)", line[end:]) else None
-
-
-def _measures(sentence: str) -> bool:
-    """Whether all its words are units or similar, so that the whole text is a value: `12π square cm`."""
-    words = _WORD.findall(_COMMAND.sub(" ", sentence))
-    return any(c.isdigit() or c == "π" for c in sentence) and all(
-        unit(w) or w.lower() in SCALES or w.lower() in _MEASURING for w in words
-    )
 
 
 def _with_unit(text: str, number: re.Match[str]) -> str:
@@ -365,7 +352,3 @@ def _candidates(text: str) -> Iterator[tuple[int, int, str]]:
             grown = more.end() if (more := _GROWN.match(text, match.end())) else 0
     if number is not None:
         yield number.end(), number.start(), _with_unit(text, number)
-
-
-def _content(span: re.Match[str]) -> str:
-    return next(g for g in span.groups() if g is not None)

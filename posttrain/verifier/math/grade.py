@@ -78,12 +78,8 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
     if found.told and text.endswith("!"):
         values += read(text.rstrip("!"))
     if not values:
-        return Grade(
-            0.0,
-            None,
-            "unparsable",
-            f"{found.text[:80]!r} says nothing" if len(found.text) < 80 else "the answer is too long",
-        )
+        why = f"{found.text[:80]!r} says nothing" if len(found.text) < 80 else "the answer is too long"
+        return Grade(0.0, None, "unparsable", why)
     try:
         answers = _answers(gold.values, values, algebra)
     except UnreadableError as error:

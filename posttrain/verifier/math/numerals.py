@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from math import factorial
 
 from posttrain.verifier.math.spelling import closing
 from posttrain.verifier.math.units import tail, unit
 from posttrain.verifier.math.values import Based, Number, TimeOfDay, TooLarge
 
 MOST_DIGITS = 2000
-"""A power or factorial with more digits is not computed."""
+"""A power of ten with more digits is not computed."""
 
 _D = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _DECIMAL = re.compile(rf"([-+]?)({_D})")
@@ -21,34 +20,21 @@ _SCIENTIFIC = re.compile(
 _FRACTION = re.compile(rf"([-+]?)(?:\\frac\{{([-+]?)({_D})\}}\{{([-+]?)({_D})\}}|({_D})[/:]([-+]?)({_D}))")
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 _MIXED = re.compile(r"([-+]?)(\d+)(?: ?\\frac\{(\d+)\}\{(\d+)\}| (\d+)/(\d+))")
-_POWER = re.compile(r"(-?)(\d+)\^(?:\{(-?\d+)\}|(\d))")
-_FACTORIAL = re.compile(r"(\d+)!")
 _HUGE_FACTORIAL = re.compile(r"[)}!]!|\d{4}!")
-_TOWER = re.compile(r"[-+]?\d+(?:(?:\^|\*\*)\{*-?\d+)*(?:\^|\*\*)\{*-?\d+\}*")
 _CURRENCY = re.compile(r"([-+]?)(\$|€|£|₹|¥|\\pounds ?|\\euro ?)([-+]?)(.+)")
 _MONEY = {"$": "$", "€": "€", "£": "£", "₹": "₹", "¥": "¥", "\\pounds": "£", "\\euro": "€"}
 _VAST = re.compile(r"\^(?:\{[-+]?)?\d{6}|\d\^\{?\d+\^\{?\d|\\binom\{(?:\d{6}|\d+\^)|\\sqrt\[(?:\d+\^|\d{7})")
 _CONSTANT = re.compile(r"(?:[-+*/^(){}\[\]\d.,!=%: ]|\\(?:times|cdot|frac|sqrt|div))+")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_LETTER = re.compile("[A-Za-z](?![A-Za-z])")
 _BODY = re.compile(r"[-+]?(?:[\d.,/ ]|\\frac\{[\d.]+\}\{[\d.]+\}|\^\{?-?\d+\}?|\\times|\\cdot(?![A-Za-z]))*")
 _CLOCK = re.compile(r"(\d\d?)(?::([0-5]\d))?(?: ?(?:\\text\{)?([ap])\.? ?m\.?\}?)?", re.IGNORECASE)
 _BASED = re.compile(
     r"\(?([0-9A-Z]+(?:\.[0-9A-Z]+)?)\)?(?:_(?:\{(?:\\text\{)?|\\text\{)?| ?(?:\\text\{)?\(?base\}?[ _]?)"
     r"(\d\d?|[a-z]+)\)?\}{0,2}"
 )
-_BASES = {
-    "two": 2,
-    "three": 3,
-    "four": 4,
-    "five": 5,
-    "six": 6,
-    "seven": 7,
-    "eight": 8,
-    "nine": 9,
-    "ten": 10,
-    "twelve": 12,
-    "sixteen": 16,
-}
+_NAMED_BASES = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_BASES = {word: n for n, word in enumerate(_NAMED_BASES.split(), 2)}
 
 
 def number(text: str) -> Number | TooLarge | None:
@@ -85,7 +71,7 @@ def _split_words(text: str) -> tuple[str, tuple[Fraction, str] | None]:
     spaced = body.endswith(" ") or rest.startswith(("\\text", "^\\circ"))
     body, rest = body.strip().rstrip(",."), rest.strip()
     plain = _TEXT.sub(r"\1", rest).strip()
-    if not body or not plain or not (spaced or (unit(plain) and (len(plain) > 1 or not plain.isalpha()))):
+    if not body or not plain or not (spaced or (unit(plain) and _LETTER.match(plain) is None)):
         return text, None
     return body, tail(plain)
 
@@ -113,22 +99,6 @@ def _bare(text: str) -> Number | TooLarge | None:
         if abs(power) > MOST_DIGITS:
             return TooLarge(text)
         return Number(_signed(m[1] or m[5] or "", _decimal(m[2] or m[6] or "1")) * Fraction(10) ** power)
-    return _large(text)
-
-
-def _large(text: str) -> Number | TooLarge | None:
-    """A power or a factorial of naturals, if it is small enough to be computed."""
-    if (m := _POWER.fullmatch(text)) is not None:
-        base, power = int(m[2]), int((m[3] or m[4])[:9])
-        if abs(power) * len(m[2]) > MOST_DIGITS:
-            return TooLarge(text)
-        return Number(_signed(m[1], Fraction(base) ** power)) if base or power >= 0 else None
-    if (m := _FACTORIAL.fullmatch(text)) is not None:
-        return Number(Fraction(factorial(int(m[1])))) if len(m[1]) <= 3 and int(m[1]) <= 500 else TooLarge(text)
-    if _HUGE_FACTORIAL.search(text) and constant(text):
-        return TooLarge(text)
-    if text.count("^") + text.count("**") > 1 and _TOWER.fullmatch(text):
-        return TooLarge(text)
     return None
 
 
@@ -169,8 +139,8 @@ def based(text: str) -> Based | None:
 
 
 def vast(text: str) -> bool:
-    """Whether a power, a root or a binomial in it is too large to compute."""
-    return _VAST.search(text) is not None
+    """Whether a power, a root, a binomial or a factorial in it is too large to compute."""
+    return _VAST.search(text) is not None or (constant(text) and _HUGE_FACTORIAL.search(text) is not None)
 
 
 def constant(text: str) -> bool:

@@ -7,7 +7,6 @@ read digit by digit.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from fractions import Fraction
 
 from posttrain.verifier.math.chains import contradicts, exact, roundings, sides
@@ -44,7 +43,6 @@ _OPTION = re.compile(r"(?:option|choice|answer)(?:[: ]{1,2}\(?|\()([A-Ja-j])\)?\
 _CHOICE = re.compile(r"\(?(?:\\text\{ ?\(?)?([A-Za-z])(?:\)? ?\})?[).]?")
 _RELATING = re.compile(r"(?:[<>:]|(?<![\d)])!)\Z")
 _RELATED = re.compile(r"\\[lgn]e(?![A-Za-z])")
-_UNEQUAL = re.compile(r"([A-Za-z]) ?\\ne ?([^<>=,;]+)")
 _INFINITE = (Other("-\\infty"), Other("\\infty"))
 _OR = r"\\text\{ ?,? ?or ?\} ?| ?(?<![A-Za-z\\{])or(?![A-Za-z}]) ?| ?\\(?:lor|vee)(?![A-Za-z]) ?"
 _AND = re.compile(
@@ -55,13 +53,16 @@ _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _WRITTEN_UNIT = re.compile(r"(.+?) ?(\\text\{[^{}]*\}(?:\\text\{[^{}]*\}|\^\{?-?\d\}?|/)*)")
 _BARE_UNIT = re.compile(
     r"((?:[-+*/^(){}\[\]\d.,!: ]|\\(?:times|cdot|frac|sqrt|div|pi|ln|log)(?![A-Za-z]))+)"
-    r"((?:cm|mm|km|kg|ft|yd|in|mi|hr|m(?![A-Za-z])|[A-Za-z]{3,}).*)"
+    r"((?:cm|mm|km|kg|ft|yd|in|mi|hr|[A-Za-z]{3,}).*)"
 )
-_MONEY = re.compile(r"([$€£])(.*[^\d.,].*)")
 _LETTER = re.compile(r"(?:\\text\{ ?\(([A-J])\)[.:]? ?\}|\(([A-J])\)|\(\\text\{([A-J])\}\))[.:]? ?(.+)")
 _BARE_LETTER = re.compile(
     r"(?:\\text\{ ?([A-J])\)?[.:]? ?\}[).:]? ?(?=[-$\d\\])|([A-J])(?:\)|\. |:(?=[-$\d\\]|[A-Za-z]{3}))) ?(.+)"
 )
+_PRODUCT_OR_UNIT = re.compile(
+    r"([-+\d./]+|[-+]?\\frac\{\d+\}\{\d+\}) ?(?:\\text\{)?([A-Za-z](?:[-+]\d+|\^\d|/[A-Za-z](?:\^\d)?)?)\}?"
+)
+"""`2 h` is 2 hours or a product, and `2e-1` is 0.2 or Euler's number twice without 1."""
 _PRODUCT = re.compile(r"^-|(?<![\\A-Za-z])[a-z](?![A-Za-z])")
 _OPERATION = re.compile(
     r"[+*/^_=<>!|,;:)\]}&']|\\(?:times|cdot|div|cup|cap|in|le|ge|ne|lor|land|to|sim|cong)(?![A-Za-z])|(?:\\text\{"
@@ -78,7 +79,10 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
     (Fraction(100, 1), True, 'x')
     """
     text = text.strip()
-    if (inside := _TEXT.fullmatch(text)) is not None and any(c.isdigit() for c in text):
+    if (inside := _TEXT.fullmatch(text)) is not None and (
+        any(c.isdigit() for c in text)
+        or re.fullmatch(r"\(?[A-J]\)?(?:(?:,| and| or) ?\(?[A-J]\)?)+", inside[1].strip())
+    ):
         text = inside[1].strip()
     if (rule := _SUCH_THAT.fullmatch(text)) is not None and (known := _between(rule[1].strip(), depth)):
         return known
@@ -92,7 +96,8 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
         return (told,)
     found = number(text)
     if isinstance(found, TooLarge) or (found is not None and "," not in text):
-        return (found,)
+        product = _PRODUCT_OR_UNIT.fullmatch(text)
+        return (found, Other(f"{product[1]} {product[2]}")) if product else (found,)
     if ("\\approx" in text or (text.endswith(")") and "(" in text)) and (about := _about(text, depth)):
         return about
     if named := _between(text, depth) or _named(text, depth):
@@ -160,14 +165,10 @@ def _choice(text: str, depth: int) -> tuple[Value, ...] | None:
 
 
 def _measured(text: str, depth: int) -> tuple[Value, ...]:
-    """A value that only the algebra understands, and its unit: `12\\pi\\text{ cm}^2`, `\\$4\\sqrt{2}`,
+    """A value that only the algebra understands, and its unit: `12\\pi\\text{ cm}^2`,
     `\\frac{\\pi}{2} radians`."""
     if depth >= DEPTH:
         return ()
-    if (money := _MONEY.fullmatch(text)) is not None:
-        return tuple(
-            replace(v, unit=money[1]) for v in read(money[2], depth + 1) if isinstance(v, Other) and not v.unit
-        )
     written = _WRITTEN_UNIT.fullmatch(text)
     match = written or _BARE_UNIT.fullmatch(text)
     words = _TEXT.sub(r"\1", match[2]).strip() if match else ""
@@ -176,6 +177,10 @@ def _measured(text: str, depth: int) -> tuple[Value, ...]:
     told = tail(words)
     if told is None:
         return (WordAnswer(text),) if changing(words) else ()
+    if any(c in "+-" and _outside(match[1], i) for i, c in enumerate(match[1]) if i) and (
+        not written or len(words) == 1
+    ):
+        return ()
     factor, name = told
     if factor == 1 and not name and not (written and _BARE_UNIT.fullmatch(f"{match[1]}cm")):
         return ()
@@ -210,14 +215,14 @@ def _named(text: str, depth: int) -> tuple[Named | WordAnswer, ...]:
 
 
 def _between(text: str, depth: int) -> tuple[Named, ...]:
-    """`x<3`, `3>x`, `1<x\\le 2`, `x\\ne 1`, `x>1 and x<2` and `x<1 or x>2` as intervals."""
+    """`x<3`, `3>x`, `1<x\\le 2`, `x>1 and x<2` and `x<1 or x>2` as intervals."""
     pieces = [p.strip(" ,") for p in _EITHER.split(text)]
     if depth >= DEPTH or len(pieces) > MOST_ITEMS:
         return ()
     if len(pieces) == 1:
-        one = _unequal(text, depth) or _within(text, depth) or _relation(text, depth)
+        one = _within(text, depth) or _relation(text, depth)
         return (one,) if one else ()
-    named = [_unequal(p, depth) or _relation(p, depth) or _point(p, depth) for p in pieces]
+    named = [_relation(p, depth) or _point(p, depth) for p in pieces]
     known = [n for n in named if n is not None]
     if len(known) < len(pieces) or len({n.name for n in known}) > 1 or all(len(parts(n.value)) == 1 for n in known):
         return ()
@@ -259,16 +264,6 @@ def _within(text: str, depth: int) -> Named | None:
         return None
     return (
         Named(named[0].name, True, Items(ends[0].left, ends[1].right, (low, high))) if low.value < high.value else None
-    )
-
-
-def _unequal(text: str, depth: int) -> Named | None:
-    match = _UNEQUAL.fullmatch(text)
-    end = read(match[2], depth + 1) if match else ()
-    if match is None or not end or isinstance(end[0], Items):
-        return None
-    return Named(
-        match[1], True, Union((Items("(", ")", (_INFINITE[0], end[0])), Items("(", ")", (end[0], _INFINITE[1]))))
     )
 
 
@@ -345,7 +340,7 @@ def _items(text: str, depth: int) -> Items | None:
 
 def _both(text: str, depth: int) -> Items | None:
     """`a\\pm b` as the list of its two values."""
-    if text.count("\\pm") != 1 or len(_parts(text)) != 1 or depth >= DEPTH:
+    if text.count("\\pm") != 1 or len(_parts(text)) != 1 or depth >= DEPTH or _WRITTEN_UNIT.fullmatch(text):
         return None
     values = [read(text.replace("\\pm ", "\\pm").replace("\\pm", sign).removeprefix("+"), depth + 1) for sign in "+-"]
     return Items("", "", (values[0][0], values[1][0])) if all(values) else None

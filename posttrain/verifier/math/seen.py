@@ -9,8 +9,11 @@ from posttrain.verifier.spoken import spoken
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _LATEX_COMMENT = re.compile(r"^[ \t]*%[^\n]*$", re.MULTILINE)
+_ODD = re.compile(r"(?<!\\)(?:\\\\)*\\(?!\\)")
+"""A backslash that is not doubled: the text is not the escaped form of another."""
 _STRUCK = re.compile(r"~~(?=\S)[^~\n]{1,200}~~")
-_UNSEEN = re.compile(r"\\(?:[hv]?phantom|[bx]?cancel|sout|st)(?![A-Za-z])\s*\{")
+_UNSEEN = re.compile(r"\\(?:[hv]?phantom|[bx]?cancel|sout|st)(?![A-Za-z])\s*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}?")
+"""Commands that print nothing or strike out what they print."""
 _TAGS = re.compile(
     r"</?(?:b|i|u|p|em|strong|span|div|br|center|mark|small|big)(?:\s[^<>\n]{0,100})?\s?/?>", re.IGNORECASE
 )
@@ -29,6 +32,8 @@ def seen(text: str) -> str:
     '0.\\\\overline{3}'
     """
     text = spoken(text)
+    if "\\\\" in text and _ODD.search(text) is None:
+        text = text.replace("\\\\", "\\")
     if "<!--" in text:
         text = _COMMENT.sub("", text)
     if "</answer>" in text and (tagged := _tagged(text)) is not None:
@@ -40,7 +45,7 @@ def seen(text: str) -> str:
     if "<" in text:
         text = _TAGS.sub("", text)
     if "\\" in text:
-        text = _LABEL.sub(lambda m: f"{m[2]} {m[1] or ''}", _visible(text))
+        text = _LABEL.sub(lambda m: f"{m[2]} {m[1] or ''}", _UNSEEN.sub("", text))
     return _ELLIPSIS.sub(r"\1\\overline{\2}", text) if "." in text or "…" in text else text
 
 
@@ -48,16 +53,3 @@ def _tagged(text: str) -> str | None:
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, end)
     return None if begin < 0 or text[begin - 1 : begin] in ("'", '"', "`") else text[begin + len("<answer>") : end]
-
-
-def _visible(text: str) -> str:
-    """The text without the arguments of commands that print nothing or strike out what they print."""
-    out, at = list[str](), 0
-    while found := _UNSEEN.search(text, at):
-        depth, end = 1, found.end()
-        while end < len(text) and depth:
-            depth += (text[end] == "{") - (text[end] == "}")
-            end += 1
-        out.append(text[at : found.start()])
-        at = end
-    return "".join([*out, text[at:]])

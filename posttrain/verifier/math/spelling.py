@@ -30,43 +30,47 @@ _WRITTEN = (
     (re.compile(r"all real numbers|all reals|every real number", re.IGNORECASE), r"\mathbb{R}"),
 )
 """Sets that are written as words."""
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)|bm|boldsymbol|pmb|[hm]box|math(?:rm|bf|it|sf)|operatorname\*?|emph|rm|bf)\s*\{"
+)
+_LAYOUT = re.compile(
+    r"\\(?:(?:display|text|script)style|(?:no)?limits|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|(?:bf|rm|it|sf|tt)(?:series|family|shape)?|(?:math)?strut)(?![A-Za-z])"
+    r"|\\(?:underline|framebox|ensuremath|bold)(?=\s*\{)"
+    r"|\\(?:(?:text)?color|colorbox)\s*(?:\[\w+\])?\s*\{[^{}]*\}|\\fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}"
+)
+"""Commands that change how their argument looks."""
+_RENAMED = {
+    **dict.fromkeys(("simeq", "thickapprox", "doteq"), r"\approx"), **dict.fromkeys(("leq", "leqslant"), r"\le"),
+    **dict.fromkeys(("geq", "geqslant"), r"\ge"), **dict.fromkeys(("dbinom", "tbinom"), r"\binom"), "neq": r"\ne",
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac", "sfrac", "nicefrac"), r"\frac"), "varnothing": r"\emptyset",
+    "lbrace": r"\{", "rbrace": r"\}", "lt": "<", "gt": ">",
+}  # fmt: skip
+_COMMAND = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)|bm|boldsymbol|pmb|[hm]box|math(?:rm|bf|it|sf)|operatorname\*?|emph|rm|bf)\s*\{"
+)
+_LAYOUT = re.compile(
+    r"\\(?:(?:display|text|script)style|(?:no)?limits|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|(?:bf|rm|it|sf|tt)(?:series|family|shape)?|(?:math)?strut)(?![A-Za-z])"
+    r"|\\(?:underline|framebox|ensuremath|bold)(?=\s*\{)"
+    r"|\\(?:(?:text)?color|colorbox)\s*(?:\[\w+\])?\s*\{[^{}]*\}|\\fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}"
+)
+"""Commands that change how their argument looks."""
+_RENAMED = {
+    **dict.fromkeys(("simeq", "thickapprox", "doteq"), r"\approx"), **dict.fromkeys(("leq", "leqslant"), r"\le"),
+    **dict.fromkeys(("geq", "geqslant"), r"\ge"), **dict.fromkeys(("dbinom", "tbinom"), r"\binom"),
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac", "sfrac", "nicefrac"), r"\frac"), "neq": r"\ne", "lbrace": r"\{", "rbrace": r"\}", "lt": "<",
+    "gt": ">", "varnothing": r"\emptyset",
+}  # fmt: skip
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
 _NAMES = (
     (re.compile(r"(?<!\\)\\\\\s*\[-?[\d.]+\s?(?:pt|em|ex|mm|cm)\]"), r"\\\\"),
-    (re.compile(r"\\(?:simeq|thickapprox|doteq)(?![A-Za-z])"), r"\\approx"),
-    (
-        re.compile(
-            r"\\log\s*_\s*(?:\{\s*(?:e|\\(?:text|mathrm)\s*\{\s*e\s*\})\s*\}|e(?![A-Za-z]))|(?<![\\A-Za-z])log_e(?![A-Za-z])"
-        ),
-        r"\\ln ",
-    ),
+    (re.compile(r"(?:\\|(?<![\\A-Za-z]))log\s*_\s*\{?\s*(?:\\(?:text|mathrm)\s*\{\s*)?e(?![A-Za-z])[\s}]*"), r"\\ln "),
     (re.compile(r"\\dot\s*\{?(\d)\}?"), r"\\overline{\1}"),
     (re.compile(r"(?<![\w.])(\d{1,3}(?:_\d{3})+)(?![\w.])"), lambda m: m[1].replace("_", "")),
-    (re.compile(r"\\(?:d|t|c)frac(?![A-Za-z])"), r"\\frac"),
-    (
-        re.compile(
-            r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits)(?![A-Za-z])\s*\.?"
-        ),
-        "",
-    ),
-    (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])"), r"\\le"),
-    (re.compile(r"\\(?:geqslant|geq)(?![A-Za-z])"), r"\\ge"),
-    (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne"),
-    (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
-    (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
-    (re.compile(r"\\(?:varnothing)(?![A-Za-z])"), r"\\emptyset"),
+    (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?"), ""),
     (re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])"), r"^\\circ "),
-    (
-        re.compile(
-            r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|(?:bf|rm|it|sf|tt)(?:series|family|shape)?)(?![A-Za-z])(?!\s*\{)"
-        ),
-        " ",
-    ),
-    (
-        re.compile(
-            r"\\(?:textbf|textit|textrm|bm|boldsymbol|pmb|textsf|texttt|mbox|mathrm|mathbf|mathit|mathsf|operatorname\*?|emph|rm|bf)\s*\{"
-        ),
-        r"\\text{",
-    ),
+    (_TEXT_COMMAND, r"\\text{"),
+    (_LAYOUT, " "),
+    (re.compile(r"(?<![\w\\\]}^])\{\s*([\w.]+)\s*\}"), r"\1"),
     (re.compile(r"\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|(?<!\\)\\[,;:! ]|~"), " "),
     (re.compile(r"\\text\{([^{}]*[^{}\s,]),?\s+(and|or)\s*\}"), r"\\text{\1}\\text{ \2 }"),
     (re.compile(r"\{\s*([,:])\s*\}"), r"\1"),
@@ -74,13 +78,8 @@ _NAMES = (
     (re.compile(r"^\\text\{[^{}]*(?::|\bis|\bare|=)\s*\}\s*(?=\S)"), ""),
     (re.compile(r"^[A-Za-z][A-Za-z ]{2,40}:\s+(?=[-+$\\\d])"), ""),
     (re.compile(r"^(\d{1,9}) to (\d{1,9})$"), r"\1:\2"),
-    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
-    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[]|\\\{)"), r"\\cup "),
     (re.compile(r"(?<![\d.,])(\d+) and a half(?![A-Za-z])"), r"\1\\frac{1}{2}"),
-    (re.compile(r"(?<![\w)}\]])\+\s*\\infty"), r"\\infty"),
-    (re.compile(r"<="), r"\\le "),
-    (re.compile(r">="), r"\\ge "),
     (re.compile(r"\\([%$&#_])"), r"\1"),
 )
 _PLAIN = (
@@ -91,8 +90,12 @@ _PLAIN = (
     (re.compile(r"(?<![\\A-Za-z{])(sin|cos|tan|log|ln|exp|pi|theta|alpha|beta)(?![A-Za-z])"), r"\\\1 "),
 )
 """Notation of programs."""
-_SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d|[A-Za-z])|(\{[^{}]*\}))\s*(?:(\d|[A-Za-z])|(\{[^{}]*\}))")
-_SHORT_ROOT = re.compile(r"\\sqrt\s*(\d+|[A-Za-z])")
+_GROUP = r"((?:[^{}]|\{[^{}]*\})*)"
+_INFIX = re.compile(rf"\{{{_GROUP}\\(over|choose)(?![A-Za-z]){_GROUP}\}}")
+_PREFIX = {"over": "frac", "choose": "binom"}
+_ARGUMENT = r"\s*(?:(\d|[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+)|(\{(?:[^{}]|\{[^{}]*\})*\}))"
+_SHORT_FRACTION = re.compile(rf"\\(frac|binom)(?![A-Za-z]){_ARGUMENT}{_ARGUMENT}")
+_SHORT_ROOT = re.compile(r"\\(sqrt\s*(?:\[\d+\])?|bar|vec|hat|overline)\s*(\d+|[A-Za-z])")
 _ORDINAL = re.compile(
     r"(?<!\d)(\d+)\s?(?:\^\s?\{\s?\\text\{\s?(st|nd|rd|th)\s?\}\s?\}"
     r"|\^?\\text\{\s?(st|nd|rd|th)\s?\}|\^\{(st|nd|rd|th)\}|(st|nd|rd|th)(?![A-Za-z]))"
@@ -110,6 +113,7 @@ def spelled(text: str) -> str:
         return ""
     text = _stripped(_last_line(_concluded(text)))
     text = _stripped(_ascii(text))
+    text = _COMMAND.sub(lambda m: _RENAMED.get(m[1], m[0]), text)
     for pattern, by in _NAMES:
         text = pattern.sub(by, text)
     text = _stripped(text)
@@ -118,8 +122,10 @@ def spelled(text: str) -> str:
     for pattern, by in _PLAIN:
         text = pattern.sub(by, text)
     text = _ORDINAL.sub(_cardinal, text)
-    text = _SHORT_FRACTION.sub(lambda m: rf"\frac{_braced(m[1], m[2])}{_braced(m[3], m[4])}", text)
-    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
+    if "\\over" in text or "\\choose" in text:
+        text = _INFIX.sub(lambda m: rf"{{\{_PREFIX[m[2]]}{{{m[1]}}}{{{m[3]}}}}}", f"{{{text}}}")
+    text = _SHORT_FRACTION.sub(lambda m: rf"\{m[1]}{_braced(m[2], m[3])}{_braced(m[4], m[5])}", text)
+    text = _SHORT_ROOT.sub(r"\\\1{\2}", text)
     text = _POWER.sub(r"\1\2", text)
     text = re.sub(r"\\text\{\s*([^{}]*?)\s*\}", r"\\text{\1}", text)
     text = re.sub(r"\s+", " ", text)
@@ -220,19 +226,12 @@ def _unwrapped(text: str) -> str:
 def closing(text: str, at: int) -> int:
     """The position at which the bracket at `at` is closed, by any closing bracket of its family (`[` may end with `)`);
     -1 if it is not closed."""
-    pairs = {"(": ")]", "[": ")]", "{": "}"}
     stack: list[str] = []
-    i = at
-    while i < len(text):
-        c = text[i]
-        if c == "\\" and i + 1 < len(text) and text[i + 1] in "{}":
-            c, i = text[i + 1], i + 1
-        if c in pairs:
-            stack.append(pairs[c])
-        elif c in ")]}":
-            if not stack or c not in stack.pop():
-                return -1
-            if not stack:
-                return i
-        i += 1
+    for bracket in re.compile(r"[()\[\]{}]").finditer(text, at):
+        if bracket[0] in "([{":
+            stack.append("}" if bracket[0] == "{" else ")]")
+        elif not stack or bracket[0] not in stack.pop():
+            return -1
+        elif not stack:
+            return bracket.start()
     return -1

@@ -6,64 +6,27 @@ import itertools
 import re
 from fractions import Fraction
 
-_NAMES = {
-    "mm": "millimeter millimetre",
-    "cm": "centimeter centimetre",
-    "dm": "decimeter decimetre",
-    "m": "meter metre",
-    "km": "kilometer kilometre",
-    "in": "inch inches",
-    "ft": "foot feet",
-    "yd": "yard",
-    "mi": "mile",
-    "mg": "milligram",
-    "g": "gram",
-    "kg": "kilogram",
-    "lb": "",
-    "oz": "ounce",
-    "ml": "milliliter millilitre mL",
-    "L": "liter litre l",
-    "s": "second sec",
-    "min": "minute",
-    "h": "hour hr",
-    "day": "",
-    "week": "",
-    "month": "",
-    "year": "yr",
-    "deg": "degree ^\\circ",
-    "rad": "radian",
-    "C": "^\\circC celsius",
-    "F": "^\\circF fahrenheit",
-    "$": "dollar USD usd bucks",
-    "cent": "¢",
-    "€": "euro EUR",
-    "£": "GBP",
-    "₹": "rupee INR",
-    "¥": "yen JPY yuan",
-    "pound": "",
-    "mph": "mi/h",
-    "km/h": "kph kmh",
-    "m/s": "",
-    "N": "newton",
-    "J": "joule",
-    "W": "watt",
-    "V": "volt",
-    "unit": "",
-}
+_NAMES = (
+    "mm millimeter millimetre, cm centimeter centimetre, dm decimeter decimetre, m meter metre,"
+    " km kilometer kilometre, in inch inches, ft foot feet, yd yard, mi mile, mg milligram, g gram, kg kilogram,"
+    " lb, oz ounce, ml milliliter millilitre mL, L liter litre l, s second sec, min minute, h hour hr, day, week,"
+    " month, year yr, deg degree ^\\circ, rad radian, C ^\\circC celsius, F ^\\circF fahrenheit,"
+    " $ dollar USD usd bucks, cent ¢, € euro EUR, £ GBP, ₹ rupee INR, ¥ yen JPY yuan, pound, mph mi/h,"
+    " km/h kph kmh, m/s, N newton, J joule, W watt, V volt, unit"
+)
+"""Each unit with its other names."""
 _ALIASES = {
-    alias: name for name, more in _NAMES.items() for word in (name, *more.split()) for alias in (word, f"{word}s")
+    alias: name
+    for name, *more in map(str.split, _NAMES.split(", "))
+    for word in (name, *more)
+    for alias in (word, f"{word}s")
 }
 _ALIKE = ({"pound", "lb"}, {"pound", "£"}, {"deg", "C"}, {"deg", "F"})
 """Names that may mean the same: a pound is a weight or money, and the letter after a degree is often left out."""
 _POWERS = {
-    "square ": "^2",
-    "squared ": "^2",
-    "sq ": "^2",
-    "sq. ": "^2",
-    "cubic ": "^3",
-    "cubed ": "^3",
-    "cu ": "^3",
-    "cu. ": "^3",
+    f"{w} ": power
+    for power, words in (("^2", "square squared sq sq."), ("^3", "cubic cubed cu cu."))
+    for w in words.split()
 }
 _RAISED = re.compile(r"(.+?)(?:\^?\{?([23])\}?| (squared|cubed))")
 _PER = re.compile(r"(?: per |/)(?:1 ?)?")
@@ -89,13 +52,8 @@ def unit(text: str) -> str:
     >>> unit("centimeters"), unit("square cm"), unit("cm^{2}"), unit("inches squared"), unit("apples")
     ('cm', 'cm^2', 'cm^2', 'in^2', '')
     """
-    text = (
-        text.strip()
-        .rstrip(".")
-        .replace("^\\circ ", "^\\circ")
-        .replace("$^", "^")
-        .removesuffix("$" if "^" in text else "\0")
-    )
+    text = text.strip().rstrip(".").replace("^\\circ ", "^\\circ").replace("$^", "^")
+    text = text.removesuffix("$") if "^" in text else text
     if text in _ALIASES:
         return _ALIASES[text]
     if text.lower() in _ALIASES and len(text) > 2:
