@@ -11,6 +11,7 @@ pytest.importorskip("math_verify")
 
 from layout_parts import table
 
+from benchmarks.answers import pairs
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
 from posttrain.verifier.math.source import SECONDS, MathSource, math_source
@@ -43,6 +44,13 @@ def test_a_right_answer_earns_one(reward: MathSource, gold: str, response: str) 
 @pytest.mark.parametrize(("gold", "response"), table("math_tricky", "math_second_tricky"))
 def test_what_is_no_right_answer_earns_nothing(reward: MathSource, gold: str, response: str) -> None:
     assert score(reward, gold, response) == 0.0
+
+
+def test_every_ninth_of_the_measured_pairs(reward: MathSource) -> None:
+    """`benchmarks/answers.py` measures all of them."""
+    left = {r"\genfrac{}{}{}{}{1}{2}", r"\surd 2", "C(5,2)"}
+    for _, gold, said, right in list(pairs())[::9]:
+        assert {gold, said} & left or score(reward, gold, f"\\boxed{{{said}}}") == right, (gold, said)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ _SAME = (
 )
 """Pairs that a working algebra finds equal."""
 
+_NUMBER = re.compile(r"[-+]?(?:\d+/\d+|\d+\.?\d*|\.\d+)")
 _DECIMAL = re.compile(r"(?<![\d.,])(\d*)\.(\d{1,99})(?![\d.,])")
 _ROUNDED = re.compile(rf"-?\d*\.(\d{{{ROUNDED},}})")
 _EULER = re.compile(r"(\d)(?=[eE][-+]?\d)")
@@ -138,16 +139,18 @@ def _readable(value: Value) -> None:
 
 
 def _forbid_eval() -> None:
-    """Replace sympy's parser of text by one that reads names only. Its own parser uses `eval` on
+    """Replace sympy's parser of text by one that reads numbers and names only. Its own parser uses `eval` on
     transformed Python."""
     import sympy
 
     known = {"oo": sympy.oo, "zoo": sympy.zoo, "nan": sympy.nan, "pi": sympy.pi, "E": sympy.E, "I": sympy.I}
 
-    def names_only(text: str, *args: Any, **kwargs: Any) -> Any:
-        if not str(text).isidentifier():
+    def numbers_only(text: str, *args: Any, **kwargs: Any) -> Any:
+        if str(text).isidentifier():
+            return known.get(str(text)) or sympy.Symbol(str(text))
+        if _NUMBER.fullmatch(str(text)) is None:
             raise _RefusedError(str(text)[:80])
-        return known.get(str(text)) or sympy.Symbol(str(text))
+        return sympy.Rational(text)
 
     for name in (
         "sympy.parsing.sympy_parser",
@@ -155,4 +158,4 @@ def _forbid_eval() -> None:
         "math_verify.parser",
         "latex2sympy2_extended.latex2sympy2",
     ):
-        importlib.import_module(name).parse_expr = names_only  # type: ignore[attr-defined]
+        importlib.import_module(name).parse_expr = numbers_only  # type: ignore[attr-defined]

@@ -55,11 +55,11 @@ _STANDING = re.compile(r"(?<=[\d)}!])(?:\+|-|\*|/\(|\\times|\\cdot|\()|\)\d")
 _LETTERS = re.compile("[A-J]+")
 """The letters of several choices: `A, B, D`, or `ABD` without commas."""
 _OPEN = re.compile(
-    r"(?<![A-Za-z\\])[a-df-hj-zA-DF-HJ-Z](?![A-Za-z(])"
+    r"(?<![A-Za-z\\])(?!(?:[eiE]|sqrt)(?![A-Za-z]))[A-Za-z]+"
     r"|\\(?:sum|prod|int|lim|max|min|gcd|lcm|lfloor|lceil|[bp]?mod|det)(?![A-Za-z])"
 )
-"""What no number has: a letter alone that is neither Euler's number nor the imaginary unit, or a function that is left
-to be computed."""
+"""What no number has: letters that are neither Euler's number nor the imaginary unit, and functions that are left to be
+computed."""
 
 
 def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | None:

@@ -60,8 +60,10 @@ def _point(letters: list[Any], draw: random.Random, signed: bool, number: int) -
 
 
 def _zero(expression: Any, point: dict[Any, Any]) -> bool | None:
-    """Whether the value at a point is 0; None if it cannot be computed there."""
+    """Whether the value at a point is 0, exactly where it is rational; None if it cannot be computed there."""
     try:
+        if expression.is_rational_function() and (value := expression.xreplace(point).doit()).is_Rational:
+            return bool(value == 0)
         value = expression.evalf(15, subs=point, maxn=DIGITS)
         if not value.is_number or not value.is_finite:
             return None

@@ -45,21 +45,6 @@ _RENAMED = {
     **dict.fromkeys(("dfrac", "tfrac", "cfrac", "sfrac", "nicefrac"), r"\frac"), "varnothing": r"\emptyset",
     "lbrace": r"\{", "rbrace": r"\}", "lt": "<", "gt": ">",
 }  # fmt: skip
-_COMMAND = re.compile(
-    r"\\(?:text(?:bf|it|rm|sf|tt|normal)|bm|boldsymbol|pmb|[hm]box|math(?:rm|bf|it|sf)|operatorname\*?|emph|rm|bf)\s*\{"
-)
-_LAYOUT = re.compile(
-    r"\\(?:(?:display|text|script)style|(?:no)?limits|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|(?:bf|rm|it|sf|tt)(?:series|family|shape)?|(?:math)?strut)(?![A-Za-z])"
-    r"|\\(?:underline|framebox|ensuremath|bold)(?=\s*\{)"
-    r"|\\(?:(?:text)?color|colorbox)\s*(?:\[\w+\])?\s*\{[^{}]*\}|\\fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}"
-)
-"""Commands that change how their argument looks."""
-_RENAMED = {
-    **dict.fromkeys(("simeq", "thickapprox", "doteq"), r"\approx"), **dict.fromkeys(("leq", "leqslant"), r"\le"),
-    **dict.fromkeys(("geq", "geqslant"), r"\ge"), **dict.fromkeys(("dbinom", "tbinom"), r"\binom"),
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac", "sfrac", "nicefrac"), r"\frac"), "neq": r"\ne", "lbrace": r"\{", "rbrace": r"\}", "lt": "<",
-    "gt": ">", "varnothing": r"\emptyset",
-}  # fmt: skip
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _NAMES = (
     (re.compile(r"(?<!\\)\\\\\s*\[-?[\d.]+\s?(?:pt|em|ex|mm|cm)\]"), r"\\\\"),
