@@ -18,7 +18,7 @@ Builtin = Callable[[Task, str], Verdict]
 
 
 def exact(task: Task, text: str) -> Verdict:
-    """1 if the response, without thoughts and white space at its ends, equals the answer, or any of a list of answers."""
+    """1 if the response, without thoughts and white space at its ends, equals the answer or any of a list."""
     wanted, said = answers(task), spoken(text).strip()
     return graded(said in wanted, repr(said), _or(wanted))
 
