@@ -76,7 +76,7 @@ prove: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m prove $(LADDER)
 	$(PYTEST) --dist worksteal -m prove --ignore $(LADDER)
 
-# Preference losses beside TRL's own loss code, on rows drawn from POSTTRAIN_SEED or the clock; the seed is printed.
+# Losses of preferences and of SFT beside TRL's own code, on rows drawn from POSTTRAIN_SEED or the clock; the seed is printed.
 parity: $(VENV)/bench.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
 

@@ -1,11 +1,12 @@
-"""Preference losses beside TRL's own loss code: value and gradient on the same weights and rows in float32.
+"""Losses beside TRL's own code, of preferences and of SFT: value and gradient on the same weights and rows in float32.
 
     make parity
     python benchmarks/parity.py [SEED]
 
 For each loss of `parity_cases.py`, TRL's trainer computes the loss of a prepared batch on a tiny random model; ours
 computes it packed, with shared prompts, and again in micro-batches. A reward model that we write is loaded by TRL's
-RewardTrainer and compared in the same way. The loss may differ by 1e-6 of its size (2e-6 where a link squares), and the
+RewardTrainer and compared in the same way, and rows of three forms are prepared and learned by SFTTrainer and by ours
+(`parity_sft.py`). The loss may differ by 1e-6 of its size (2e-6 where a link squares), and the
 gradient of all weights by 1e-5 of its norm. The rows are drawn from the printed seed (`POSTTRAIN_SEED`, or one of the
 clock). A difference is an exit status of 1; so is a TRL that cannot be imported: nothing is left out.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import parity_sft
 import parity_trl
 import torch
 from grpo_work import Size, save_checkpoint
@@ -198,6 +200,21 @@ def reward_models_agree(at_policy: Path, folder: Path, there: parity_trl.Trainer
     return good
 
 
+def sft_agrees(case: parity_sft.SFTCase, at: Path, rng: np.random.Generator) -> bool:
+    """Rows of one form as TRL's `SFTTrainer` learns them and as ours does."""
+    rows = [case.row(rng) for _ in range(parity_sft.ROWS)]
+    expected = Found(*parity_sft.theirs(case, rows, at))
+    told = [apart(Found(*parity_sft.ours(rows, at, micro)), expected, 1.0) for micro in (10**6, 40)]
+    value, gradient = (max(x) for x in zip(*told, strict=True))
+    good = value <= VALUE and gradient <= GRADIENT
+    print(
+        f"{'' if good else 'WRONG '}{case.name:<28} {'SFTTrainer':<34} loss {expected.loss:>12.6f}  differs by"
+        f" {value:.1e}, gradient by {gradient:.1e}",
+        flush=True,
+    )
+    return good
+
+
 def apart(one: Found, two: Found, beta: float) -> tuple[float, float]:
     """The differences of loss and gradient, as `VALUE` and `GRADIENT` bound them."""
     names = {n.removeprefix("model.") for n in one.gradient} ^ {n.removeprefix("model.") for n in two.gradient}
@@ -236,7 +253,11 @@ def main(words: Sequence[str]) -> int:
                 flush=True,
             )
         wrong += not reward_models_agree(at_policy, Path(folder) / "reward", there, seed)
-    print(f"{wrong} of {len(CASES) + 1} differ" if wrong else f"all {len(CASES) + 1} agree")
+        at = parity_sft.checkpoint(Path(folder) / "chat", SMALL, seed % 1000)
+        for i, case in enumerate(parity_sft.CASES):
+            wrong += not sft_agrees(case, at, np.random.default_rng([seed, 10**6 + 1 + i]))
+    count = len(CASES) + 1 + len(parity_sft.CASES)
+    print(f"{wrong} of {count} differ" if wrong else f"all {count} agree")
     return 1 if wrong else 0
 
 

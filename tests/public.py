@@ -81,7 +81,8 @@ PUBLIC = {
     "posttrain.sandbox.port": "Call ProgramLimits Ran SandboxBroken SandboxUnavailableError",
     # where parts meet
     "posttrain.core.ports": "Sampler Scorer Examiner Reference Learner Transport TaskSource Utterance Attempt Seat Talk"
-    " Dialogue PairRenderer Environment EpisodeJudge Tracker",
+    " Dialogue Environment EpisodeJudge Tracker",
+    "posttrain.core.conversation": "PairRenderer LearnedConversation",
     "posttrain.role.judging": "ComparingJudge",
     "posttrain.core.shards": "Shard",
     "posttrain.core.ranks": "Ranks",

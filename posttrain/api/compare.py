@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
 
 from posttrain.api.console import PlainConsole
 from posttrain.api.summary import WIDTH, bare_table, short
-from posttrain.diagnose.compared import GroupGain, RunComparison, RunGroup, compare_runs
+from posttrain.core.interval import Score
+from posttrain.diagnose.compared import SAME_LOSS, ComparedRun, GroupGain, RunComparison, RunGroup, compare_runs
 
 LONGEST = 24
 """Most characters of a setting's value in the table."""
@@ -47,14 +49,14 @@ def show_comparison(console: PlainConsole, c: RunComparison) -> None:
 
 
 def _runs(c: RunComparison) -> Table:
-    what = "accuracy" if c.what == "accuracy" else "mean reward"
+    what = _word(c)
     table = bare_table(f"held-out {what} of each run")
     for name in ("", "run", "seed", "stage", "at step", f"{what} [95 %]"):
         left = name in ("", "run", "stage")
         table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=name != "run")
     for group in c.groups:
         for run in group.runs:
-            score = run.measured.accuracy if c.what == "accuracy" else run.measured.reward
+            score = _score(c, run)
             table.add_row(
                 group.letter,
                 run.of.folder.name or str(run.of.folder),
@@ -85,7 +87,7 @@ def sentences(c: RunComparison) -> list[str]:
     """What the comparison says, a sentence for each group after the first."""
     if len(c.groups) == 1:
         runs = c.groups[0].runs
-        means = [(r.measured.accuracy if c.what == "accuracy" else r.measured.reward).mean for r in runs]
+        means = [_score(c, r).mean for r in runs]
         if len({r.seed for r in runs}) == 1:
             return [
                 f"These runs have the same settings and the same seed, {runs[0].seed}: their held-out {_word(c)} is"
@@ -101,16 +103,27 @@ def sentences(c: RunComparison) -> list[str]:
 
 
 def _word(c: RunComparison) -> str:
-    return "accuracy" if c.what == "accuracy" else "mean reward"
+    return {"accuracy": "accuracy", "reward": "mean reward", "loss": "loss"}[c.what]
+
+
+def _score(c: RunComparison, run: ComparedRun) -> Score:
+    """What a run is compared by, as people read it: a loss is told as it is, and lower is better."""
+    score = run.measured.accuracy if c.what == "accuracy" else run.measured.reward
+    return Score(-score.mean, -score.high, -score.low, score.prompts) if c.what == "loss" else score
 
 
 def _sentence(c: RunComparison, g: GroupGain) -> str:
     first, other, over = c.groups[0].letter, g.group.letter, g.over_prompts
     seeds = f"{g.seeds[0]} and {g.seeds[1]} seeds"
-    figures = f"held-out {_word(c)} {over.before:.3f} -> {over.after:.3f}, gain {over}, paired over"
-    figures += f" {over.prompts} prompts"
+    how, each = "gain", "prompts"
+    if c.what == "loss":
+        how, each = "change", "rows"
+        over = replace(over, before=-over.before, after=-over.after, low=-over.high, high=-over.low)
+    figures = f"held-out {_word(c)} {over.before:.3f} -> {over.after:.3f}, {how} {over}, paired over"
+    figures += f" {over.prompts} {each}"
     if (of := g.over_seeds) is not None:
         how = "paired by seed" if g.by_seed else "by Welch"
+        of = Score(-of.mean, -of.high, -of.low, of.prompts) if c.what == "loss" else of
         figures += f"; over seeds ({seeds}, {how}) {of.mean:+.3f} [{of.low:+.3f}, {of.high:+.3f}]"
     elif min(g.seeds) > 1:
         figures += f". Its {seeds} agree to the last prompt, so they do not tell how much another seed would differ"
@@ -119,10 +132,11 @@ def _sentence(c: RunComparison, g: GroupGain) -> str:
             ". This holds for these runs; another seed may differ by more: run each with seed=1 and seed=2 and compare"
             " all"
         )
+    same = f"{SAME_LOSS} nats" if c.what == "loss" else "0.05 of the scale"
     said = {
         "better": f"{other} is better than {first}",
         "worse": f"{other} is worse than {first}",
-        "the same": f"{other} and {first} are the same, as far as 0.05 of the scale matters",
+        "the same": f"{other} and {first} are the same, as far as {same} matters",
         "cannot be told": f"it cannot be told which of {first} and {other} is better",
     }[g.word]
     return f"{said[0].upper()}{said[1:]}: {figures}."

@@ -34,7 +34,8 @@ def curve_lines(s: StageOutcome) -> list[CurveLine]:
         if s.graded and s.heldout_reward:
             out.append(CurveLine("held-out reward", "o", s.heldout_reward))
     elif s.losses:
-        return [CurveLine("loss", ".", s.losses, averaged=True)]
+        out.append(CurveLine("loss", ".", s.losses, averaged=True))
+        return [*out, CurveLine("held-out loss", "X", s.heldout_losses)] if s.heldout_losses else out
     if s.heldout:
         out.append(CurveLine("held-out accuracy", "X", s.heldout))
     return out

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from posttrain.api import overrides as dotted
 from posttrain.api.branch import MODEL, run_source
+from posttrain.api.from_rows import without_completions
 from posttrain.api.measure import GIB, DataSize, Machine, ModelSize, data_size, machine, model_size
 from posttrain.core.engines import Embedded
-from posttrain.core.given import Given, is_inline
+from posttrain.core.given import Given
 from posttrain.core.preference_stage import Preference
 from posttrain.core.rejection import Rejection
 from posttrain.core.reward_model import RewardModel
@@ -162,9 +163,13 @@ class Choices:
     def _supervised(self, stage: Supervised) -> Iterator[tuple[str, Choice]]:
         yield "optimizer.lr", self._lr(Supervised)
         count = 0 if self.data is None else self.data.judged if stage.style == "chosen" else self.data.completions
-        if count:
-            steps = max(1, round(PASSES * count / stage.batch))
+        passes = PASSES if stage.epochs is None else stage.epochs
+        steps = max(1, round(passes * count / stage.batch))
+        if count and stage.epochs is None:
             yield "steps", (steps, f"{PASSES} passes over {count:,} completions, {stage.batch} a step")
+        if count and stage.eval and not stage.eval_every and not self.run.env.rewards:
+            taken = stage.steps if self._is_given(f"{stage.name}.steps") else steps
+            yield "eval_every", (max(1, taken // 5), "5 points of a curve of held-out loss")
 
     def _judged(self, stage: Preference | RewardModel) -> Iterator[tuple[str, Choice]]:
         yield "optimizer.lr", self._lr(type(stage))
@@ -374,24 +379,3 @@ def room_for_minibatches(run: Run, overrides: Sequence[str]) -> list[str]:
 
 def word(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def without_completions(run: Run, given: frozenset[str], data: DataSize | None) -> tuple[Run, list[str]]:
-    """The run without stages that imitate completions, where the data has none and others are left."""
-    if data is None or data.completions:
-        return run, []
-    out = [
-        s
-        for s in run.stages
-        if isinstance(s, Supervised) and s.env is None and s.style == "completion"
-        if not any(g == s.name or g.startswith(f"{s.name}.") for g in given)
-    ]
-    left = tuple(s for s in run.stages if s not in out)
-    if not out or not left:
-        return run, []
-    lines = [f"{s.name}: left out, because {data_name(run)} has no completions to imitate" for s in out]
-    return replace(run, stages=left), lines
-
-
-def data_name(run: Run) -> str:
-    return "the data" if is_inline(run.env.prompts) else str(run.env.prompts)

@@ -15,7 +15,15 @@ from posttrain.core.rejection import Rejection
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Run
 from posttrain.core.stage import Stage
+from posttrain.environment.judged_rows import misread
 from posttrain.environment.make import environment
+from posttrain.environment.prompts import PromptsEnv
+
+REWARD_LINE = (
+    "Add env.rewards=mine.py:reward, your own function, or a built-in: exact, last_integer, contains or math (each"
+    " reads a column answer); from Python rewards=[my_function]"
+)
+"""What to add where a reward is missing."""
 
 
 def check_environment(env: Environment, stages: Sequence[Stage], config: Env) -> None:
@@ -33,6 +41,8 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
             for reward in config.rewards:
                 if reward.judge or reward.steps != "score":
                     raise ConfigError(stage.judged_alone(reward.function))
+        if stage.judged is not None and isinstance(env, PromptsEnv) and (why := misread(env.rows[0], env)):
+            raise DataError(why)
         if stage.judged is not None and stage.judged not in judgements(env).kinds:
             offered = ", ".join(judgements(env).kinds)
             raise ConfigError(
@@ -43,8 +53,8 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
             _margins(stage, abilities.rows or ())
         if stage.contract is not None and not (abilities.judges or config.has_reward_models):
             raise ConfigError(
-                f"{stage.name} learns from verdicts on what it samples, and environment {env.name!r} has none: its rows"
-                " hold judged completions alone. Give env.rewards, or use a stage that learns from the rows"
+                f"{stage.name} learns from verdicts on what it samples, and nothing judges it: environment {env.name!r}"
+                f" needs env.rewards. {REWARD_LINE}"
             )
 
 

@@ -42,6 +42,7 @@ ALLOWED: Mapping[str, str] = {
     "Stage.eval_every": "how often it is measured from now on",
     "Stage.checkpoint_every": "how often it is kept from now on",
     "Stage.micro_tokens": "how a step is split",
+    "Supervised.patience": "after how many held-out evaluations the stage ends",
     "Optimizer.skips": "how many steps in a row may be left out",
     "Reinforce.max_failed": "which share of unjudged samples stops the run",
     "Rejection.rounds": "rounds after which the stage ends",
@@ -84,6 +85,7 @@ REFUSED: Mapping[str, str] = {
     "Optimizer": "the optimizer's state and its learning rates so far belong to this setting",
     "Sampling": "the samples so far were drawn by this contract",
     "Algorithm": "the steps so far were taken by this algorithm",
+    "Supervised.epochs": "its passes were counted as steps when it began; set steps",
     "Run.seed": "tasks and random numbers would no longer follow those before",
     "Evaluation.seed": "held-out figures would no longer be of the same draws",
 }

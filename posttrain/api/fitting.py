@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain.core.abilities import DataRow
 from posttrain.core.errors import DataError
 from posttrain.core.ports import Environment
-from posttrain.core.run import Run
+from posttrain.core.run import Run, Supervised
 from posttrain.core.stage import Stage
 from posttrain.engine.models import Policy
 from posttrain.environment.render import Renderer
 from posttrain.environment.rows import placed
+from posttrain.role.demonstrate import conversation_of, imitating
 from posttrain.role.judgements import FittingTasks
 
 
@@ -39,7 +41,7 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
     known = env.abilities.tools
     tokenizer: Any = policy.tokenizer
     render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
-    imitates = any(s.demonstrated for s in stages)
+    texts = [t for s in stages if (t := imitating(s)) is not None]
     for row in rows:
         task = row.task
         tools = task.tools if known is None else tuple(known(task))
@@ -49,10 +51,20 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
                     "the row offers tools, and this model's chat template writes none: take a model whose template"
                     " knows tools, or set env.args.tools_column= and write them into the prompt"
                 )
-            if row.completion is None or not imitates:
+            if not texts or (row.completion is None and row.conversation is None):
                 render.prompt(task.prompt, task.id, tools)
-            elif (length := sum(map(len, render.pair(task.prompt, row.completion, task.id, tools)))) > policy.context:
+            elif (length := max(_length(render, env, t, row, tools) for t in texts)) > policy.context:
+                what = "the prompt and its completion have" if len(task.prompt) else "the text has"
                 raise DataError(
-                    f"the prompt and its completion have {length} tokens, and the context is {policy.context}: shorten"
-                    " them or raise model.context"
+                    f"{what} {length} tokens, and the context is {policy.context}: shorten it or raise model.context"
                 )
+
+
+def _length(
+    render: Renderer, env: Environment, stage: Supervised, row: DataRow, tools: Sequence[Mapping[str, Any]]
+) -> int:
+    """Tokens of the longest sequence that a stage learns of a row."""
+    task = row.task
+    if (talk := conversation_of(env, stage, task)) is not None:
+        return max(len(ids) for ids, _ in render.conversation(talk, task.id, tools, stage.tool_arguments))
+    return sum(map(len, render.pair(task.prompt, row.completion or "", task.id, tools)))

@@ -141,8 +141,10 @@ def data_size(env: Env, objects: Given = Given()) -> DataSize | None:
             continue
         asked = sum(len(t.encode()) for t in texts_of(row.task.prompt))
         texts = [row.completion or "", *(row.judged.completions if row.judged is not None else ())]
-        said = max(len(t.encode()) for t in texts)
-        rows, completions = rows + 1, completions + (row.completion is not None)
+        said, talk = max(len(t.encode()) for t in texts), row.conversation
+        if talk is not None:
+            said = max(said, sum(len(t.encode()) for t in texts_of(talk.messages)) - asked)
+        rows, completions = rows + 1, completions + (row.completion is not None or talk is not None)
         judged += row.judged is not None
         prompt, completion, both = max(prompt, asked), max(completion, said), max(both, asked + said)
     return DataSize(

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 NO_MATPLOTLIB = "matplotlib is not installed. Run: pip install matplotlib"
 FORMATS = (".svg", ".png", ".pdf")
-HELD_OUT = ("eval/accuracy", "eval/reward")
+HELD_OUT = ("eval/accuracy", "eval/reward", "heldout/loss")
 DEFAULT = ("rollout/reward", "eval/accuracy")
-JUDGED = (*LOSSES, "heldout/agreement")
+JUDGED = (*LOSSES, "heldout/loss", "heldout/agreement")
 """What is drawn of runs that have neither."""
 MOST_RUNS = 12
 MOST_STAGES = 6
@@ -137,6 +137,8 @@ def summary_picture(of: RunOutcome) -> bytes | None:
         axis.plot(*_xy(smooth(curve)), color=COLOURS[0], label=what)
         if s.rewards:
             _held_out(axis, s)
+        elif s.heldout_losses:
+            axis.plot(*_xy(s.heldout_losses), color=COLOURS[1], marker="o", markersize=3.5, label="held-out loss")
         name = f", {s.stage.algorithm_name}" if s.stage.algorithm_name else ""
         axis.set_title(_text(f"{of.run.recipe}: {s.name}{name}"), fontsize=9)
         axis.set_xlabel("step")
@@ -225,7 +227,7 @@ def _curves(of: RunOutcome, gauge: str) -> dict[str, Curve]:
     out: dict[str, Curve] = {}
     for s in of.stages:
         if gauge in HELD_OUT:
-            curve = s.heldout if gauge == "eval/accuracy" else s.heldout_reward
+            curve = dict(zip(HELD_OUT, (s.heldout, s.heldout_reward, s.heldout_losses), strict=True))[gauge]
         else:
             own = (x for x in steps if x.stage == s.name and gauge in x.gauges and x.gauges[gauge].count)
             curve = tuple((x.index, x.gauges[gauge].mean) for x in own)

@@ -17,6 +17,7 @@ from posttrain.api.branch import MODEL, is_branch, pinned, run_source, was_built
 from posttrain.api.defaults import for_model, given_paths, room_for_minibatches
 from posttrain.api.environments import check_environment, distinct, own_environments
 from posttrain.api.extend import Extension, check_changes, extension
+from posttrain.api.from_rows import with_epochs, without_answers
 from posttrain.api.handed import HandedObjects, given_again, given_notes, object_notes, recorded
 from posttrain.api.inputs import accepted, changed_files, changed_tasks, input_notes, refuse_gone
 from posttrain.api.next_steps import asked_words
@@ -129,6 +130,8 @@ def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
         for other in environments[1:]:
             closing.callback(other.close)
         asked = settled(same_tasks(asked, environment, others, options.accept_changed))
+        if asked.book is None:
+            asked = replace(asked, run=with_epochs(asked.run, asked.given, environment, others))
         check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
         check_ranks(asked.run, options.ranks)
         yield replace(asked, quiet=options.quiet, ranks=options.ranks, environments=tuple(environments), others=others)
@@ -165,7 +168,8 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     out = Path(options.out) if options.out else None
     about = {**words, **origin, **recorded(objects)}
     given = own if is_recipe(recipe) else None
-    notes = tuple(object_notes(objects))
+    run, unjudged = without_answers(run, given or (), objects)
+    notes = (*object_notes(objects), *unjudged)
     return RunRequest(run=run, out=out, notes=notes, recorded=about, given=given, objects=objects)
 
 

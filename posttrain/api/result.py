@@ -130,6 +130,13 @@ class Result:
         return self._last.reward[0] if self._last is not None and self._last.reward is not None else None
 
     @property
+    def loss(self) -> float | None:
+        """Held-out loss of the last stage whose weights the run goes on with, in nats a token; None where that stage
+        imitates nothing. Its perplexity is exp of it."""
+        last = next((s for s in reversed(self.stages) if s.hands_on), None)
+        return last.loss[0] if last is not None and last.loss is not None else None
+
+    @property
     def _last(self) -> StageResult | None:
         """The stage whose weights the run ended with; None if it was measured on an environment of its own."""
         last = next((s for s in reversed(self.stages) if s.hands_on), None)
@@ -231,6 +238,9 @@ def _stage_line(s: StageResult) -> str:
     for what, measured, before in (("accuracy", s.accuracy, s.before), ("reward", s.reward, s.reward_before)):
         if measured is not None and (what == "accuracy" or s.graded):
             out.append(f"held-out {what} {interval(*measured)}" + ("" if before is None else f", before {before:.3f}"))
+    if s.loss is not None:
+        was = "" if s.loss_before is None else f", before {s.loss_before:.3f}"
+        out.append(f"held-out loss {interval(*s.loss)}{was}")
     if s.agreement is not None:
         was = "" if s.agreement_before is None else f", before {s.agreement_before:.3f}"
         out.append(f"held-out pairs ordered as judged {interval(*s.agreement)}{was}")

@@ -21,6 +21,7 @@ from posttrain.api.next_steps import next_steps
 from posttrain.core import files, reader
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.gauge import Gauge, merge
+from posttrain.core.heldout import perplexity
 from posttrain.core.interval import Gain, Score
 from posttrain.core.run import Run
 from posttrain.core.visible import visible
@@ -128,6 +129,19 @@ def agreement_lines(of: RunOutcome) -> list[str]:
     return out
 
 
+def loss_lines(of: RunOutcome) -> list[str]:
+    """A line for each stage that imitates: the loss and perplexity of held-out demonstrations."""
+    out: list[str] = []
+    for s in of.stages:
+        if (g := s.loss) is not None:
+            pair = f"{perplexity(g.before):.4g} -> {perplexity(g.after):.4g}"
+            out.append(
+                f"{s.name}: held-out loss {g.before:.3f} -> {g.after:.3f}, perplexity {pair}, change {g}, over"
+                f" {g.prompts} demonstrations"
+            )
+    return out
+
+
 def proxy_lines(of: RunOutcome) -> list[str]:
     """A line for each stage whose reward pays for something else than what is measured."""
     return [
@@ -228,6 +242,7 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
     for line in (
         *filter(None, [footnote(of)]),
         *agreement_lines(of),
+        *(part for x in loss_lines(of) for part in textwrap.wrap(x, WIDTH, subsequent_indent="  ")),
         *proxy_lines(of),
         *role_lines(of),
         *memory_lines(of),
@@ -268,7 +283,9 @@ def markdown(of: RunOutcome, drawn_in: str = "") -> str:
         out += [_row([name.format(what if what == "accuracy" else "mean reward") for name in HEADER])]
         out += ["|---|" + "---:|" * (len(HEADER) - 1), *(_row([*map(_plain, row)]) for row in score_rows(of, what)), ""]
     out += [
-        _plain(line) + "\n" for line in (footnote(of), *agreement_lines(of), *proxy_lines(of), *unjudged(of)) if line
+        _plain(line) + "\n"
+        for line in (footnote(of), *agreement_lines(of), *loss_lines(of), *proxy_lines(of), *unjudged(of))
+        if line
     ]
     if found := findings_of(reader.steps(of.folder)):
         out += ["## What the rules saw", "", *(f"- {_plain(n.line)}" for n in found), ""]

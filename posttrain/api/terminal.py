@@ -15,6 +15,7 @@ from posttrain.api.console import PlainConsole
 from posttrain.api.notebook import NotebookLine, in_kernel
 from posttrain.api.role_table import RoleWatch, drawn
 from posttrain.core.gauge import Step
+from posttrain.core.heldout import loss_words
 from posttrain.core.run import Run
 from posttrain.core.shell import wrapped
 from posttrain.diagnose.outcome import LOSSES
@@ -81,13 +82,21 @@ class Terminal:
                 f", mean reward {reward:.3f}" if abs(accuracy - reward) > 1e-9 else ""
             )
             self._measured_at = step.index
+        if "heldout/loss" in step.gauges:
+            known_too = f"{self._measured}, " if self._measured and self._measured_at == step.index else ""
+            self._measured = known_too + loss_words(step.gauges["heldout/loss"].mean)
+            self._measured_at = step.index
         known = None if self._open_ended(step) else total
         if self._line is not None:
             self._line.update(step.stage, step.index, known, f"{self._facts(step)}{self._left(step, total)}")
         elif self._bar is not None and self._task is not None:
             count = _count(step.index, known)
             self._bar.update(self._task, completed=step.index, total=known, count=count, facts=self._facts(step))
-        elif step.index == total or "eval/accuracy" in step.gauges or time.monotonic() - self._printed > PLAIN_EVERY:
+        elif (
+            step.index == total
+            or {"eval/accuracy", "heldout/loss"} & step.gauges.keys()
+            or time.monotonic() - self._printed > PLAIN_EVERY
+        ):
             self._printed = time.monotonic()
             count = _count(step.index, known)
             self.console.print(f"{step.stage} {count}  {self._facts(step)}{self._left(step, total)}")

@@ -16,6 +16,10 @@ from posttrain.core.verdict import outcome
 from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
 from posttrain.role.roles import OnlineRoles, ReinforceRoles
 
+DOCUMENT = 2
+"""The most tokens, less one, that stand before a text that is learned from its beginning: those that the tokenizer
+writes."""
+
 
 def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> None:
     """filter=mixed keeps exactly the groups whose raw outcomes differ by more than rounding, before any shaping."""
@@ -54,8 +58,20 @@ def in_order_of_the_file(asked: Sequence[str], source: TaskSource) -> None:
         )
 
 
-def demonstration_ends_once(packed: Any, stop_ids: Sequence[int], text: Callable[[np.ndarray], str]) -> None:
-    """Every demonstrated turn is imitated up to exactly one stop token, its last. A demonstration ends with a turn."""
+def demonstration_ends_once(
+    packed: Any,
+    stop_ids: Sequence[int],
+    text: Callable[[np.ndarray], str],
+    *,
+    whole_turns: bool = True,
+    documents: bool = False,
+) -> None:
+    """Every demonstrated turn is imitated up to exactly one stop token, its last. A demonstration ends with a turn.
+
+    Args:
+        whole_turns: whether turns are learned whole. Else parts of one may be masked, and end in no stop token.
+        documents: whether sequences that are learned from their beginning may have stop tokens inside.
+    """
     if not stop_ids:
         return
     ends = np.cumsum(packed.lengths_S) - 1
@@ -65,9 +81,12 @@ def demonstration_ends_once(packed: Any, stop_ids: Sequence[int], text: Callable
     turn_ends_N = said_N & ~np.append(said_N[1:], False)
     counts = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
     turns = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
-    misplaced = np.bincount(
-        packed.segment_M, weights=(stops_N != turn_ends_N)[packed.source_M + 1], minlength=len(ends)
-    )
+    wrong_N = (stops_N & ~turn_ends_N) | ((turn_ends_N & ~stops_N) if whole_turns else False)
+    misplaced = np.bincount(packed.segment_M, weights=wrong_N[packed.source_M + 1], minlength=len(ends))
+    if documents:
+        first_S = np.full(len(ends), len(said_N))
+        np.minimum.at(first_S, packed.segment_M, packed.source_M - (ends + 1 - packed.lengths_S)[packed.segment_M])
+        misplaced[first_S <= DOCUMENT] = 0
     wrong = np.flatnonzero(~(stops_N[ends] & said_N[ends]) | (misplaced > 0))
     if len(wrong):
         s = int(wrong[0])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 
+from posttrain.core.conversation import LearnedConversation
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.gauge import Gauges
 from posttrain.core.judgements import Judgement, Kind
@@ -99,6 +100,10 @@ class Write(Protocol):
         ...
 
 
+def _alone(task: Task, style: str) -> LearnedConversation | None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations(Declared):
     """Texts to imitate, for supervised stages."""
@@ -108,6 +113,9 @@ class Demonstrations(Declared):
     write: Write
     false: bool = True
     """Whether `write` can also write false texts (`wrong` > 0)."""
+    conversation: Callable[[Task, str], LearnedConversation | None] = _alone
+    """The whole conversation of a task's demonstration in a style, where more than its completion may be learned; None
+    where that alone is."""
 
     def __post_init__(self) -> None:
         if isinstance(self.styles, str) or not self.styles:
@@ -208,6 +216,11 @@ class DataRow(Protocol):
     @property
     def completion(self) -> str | None:
         """The row's demonstration, or None."""
+        ...
+
+    @property
+    def conversation(self) -> LearnedConversation | None:
+        """All that may be learned of the row, where that is more than its completion."""
         ...
 
     @property

@@ -6,6 +6,7 @@
     steps.jsonl            one `Step` a line; gauges as [sum, count]
     episodes/              one compressed file a step (`rl-000012.npz`) or evaluation (`rl-000012-eval.npz`),
                            index.jsonl
+    heldout/               the held-out loss of stages that imitate, row by row (`sft-000012.json`)
     checkpoints/, kept/    see `core.checkpoint`
 
 Lines after the last checkpoint are written again when a run goes on: `open_for_resume` cuts the record back to it.
@@ -28,6 +29,7 @@ from posttrain.core.algorithm import differences
 from posttrain.core.checkpoint import Checkpoint, Checkpoints, Position, damage_beside, newest_good
 from posttrain.core.errors import InvariantError, RunFolderError, nearest
 from posttrain.core.gauge import Gauges, Step, merge
+from posttrain.core.heldout import HeldoutLoss
 from posttrain.core.ladders import AnyAlgorithm
 from posttrain.core.run import Run
 from posttrain.core.scored import Credit
@@ -212,6 +214,13 @@ class Book:
     def holds_evaluation(self, stage: str, index: int) -> bool:
         """Whether an evaluation after `index` steps of a stage is in the record."""
         return reader.episode_name(stage, index, "eval") in self._written
+
+    def write_losses(self, stage: str, index: int, measured: HeldoutLoss) -> None:
+        """The held-out loss after `index` steps of a stage, row by row. One that is there already is replaced."""
+        path = self.folder / reader.HELDOUT / f"{stage}-{index:06d}.json"
+        with files.disk_full_is_reported(path, self._checkpoints.still_good):
+            path.parent.mkdir(exist_ok=True)
+            files.write_json(path, {key: list(row) for key, row in measured.rows.items()})
 
     def _write_columns(self, stage: str, index: int, kind: str, records: Sequence[record.Recorded]) -> None:
         name = reader.episode_name(stage, index, kind)

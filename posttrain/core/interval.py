@@ -28,6 +28,25 @@ def interval(mean: float, low: float, high: float) -> str:
     )
 
 
+def student95(freedom: float) -> float:
+    """The 97.5 % point of Student's t: exact for 1 to 4 degrees of freedom, up to 20 % too large between
+    them, and by Cornish and Fisher's expansion above (error below 0.2 %).
+
+    >>> round(student95(2), 3), round(student95(9), 3)
+    (4.303, 2.262)
+    """
+    exact = (12.7062, 4.3027, 3.1824, 2.7764)
+    if freedom <= len(exact):
+        return float(np.interp(1 / max(freedom, 1.0), [1 / n for n in range(len(exact), 0, -1)], exact[::-1]))
+    z, n = Z95, freedom
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    )
+
+
 @dataclass(frozen=True)
 class Score:
     """A mean over prompts with its 95 % interval. The interval stays inside the scale and is never a point.
@@ -69,6 +88,15 @@ class Score:
         ends = (low + (high - low) * min(max(e, 0.0), 1.0) for e in (p - half, p + half))
         bottom, top = ends
         return Score(mean, min(bottom, mean), max(top, mean), n)
+
+    @staticmethod
+    def free(values: Sequence[float] | np.ndarray) -> Score:
+        """The score of values on a scale without ends, such as losses: the mean with Student's interval."""
+        x = np.asarray(values, np.float64)
+        if not len(x):
+            return Score(math.nan, math.nan, math.nan, 0)
+        half = student95(len(x) - 1) * float(x.std(ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else math.inf
+        return Score(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half, len(x))
 
     @property
     def known(self) -> tuple[float, float, float] | None:
@@ -134,6 +162,21 @@ class Gain:
         return Gain(
             float(x.mean()), float(y.mean()), low, high, n, int((moved & (d > 0)).sum()), int((moved & (d < 0)).sum())
         )
+
+    @staticmethod
+    def free(before: Mapping[Hashable, float], after: Mapping[Hashable, float]) -> Gain:
+        """The gain of values on a scale without ends, by Student's interval of the differences.
+
+        >>> print(Gain.free({i: 2.0 + i for i in range(9)}, {i: 1.9 + i - i % 2 / 10 for i in range(9)}))
+        -0.144 [-0.185, -0.104]
+        """
+        both = [k for k in before if k in after]
+        x, y = (np.array([m[k] for k in both], np.float64) for m in (before, after))
+        d = Score.free(y - x)
+        if not both:
+            return Gain(math.nan, math.nan, math.nan, math.nan, 0, 0, 0)
+        better, worse = (int((sign * (y - x) > 1e-12).sum()) for sign in (1, -1))
+        return Gain(float(x.mean()), float(y.mean()), d.low, d.high, len(both), better, worse)
 
     def __str__(self) -> str:
         if not self.prompts:

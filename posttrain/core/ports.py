@@ -11,6 +11,7 @@ import numpy as np
 from posttrain.core.abilities import Abilities
 from posttrain.core.adapter import AdapterTrial
 from posttrain.core.batch import Packed
+from posttrain.core.conversation import PairRenderer as PairRenderer
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauges, Step
 from posttrain.core.routed import Routers
@@ -311,20 +312,6 @@ class Dialogue(Protocol):
 
     def said(self, ids: np.ndarray) -> str:
         """Add the policy's turn to the conversation; returns its text, without the stop token."""
-        ...
-
-
-class PairRenderer(Protocol):
-    """Demonstrations as tokens."""
-
-    def pair(
-        self, prompt: str | Sequence[Message], completion: str, task: str = "", tools: Sequence[Mapping[str, Any]] = ()
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(prompt ids, completion ids that end in exactly one stop token), int32. Errors name the task."""
-        ...
-
-    def completion_ids(self, text: str, *, chat: bool = False, task: str = "", behind: Any = ()) -> np.ndarray:
-        """int32 ids of a turn demonstrated `behind` others. It ends in one stop token: that of chats, or of text."""
         ...
 
 

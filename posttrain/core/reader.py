@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from posttrain.core import files, record
 from posttrain.core.errors import ConfigError, PosttrainError, RunFolderError
 from posttrain.core.gauge import Step
 from posttrain.core.given import OwnPiece, own_pieces
+from posttrain.core.heldout import HeldoutLoss
 from posttrain.core.pieces.absent import known_pieces, read_without
 from posttrain.core.preference_stage import OnlinePreference, Preference
 from posttrain.core.rejection import Rejection
@@ -28,6 +30,8 @@ STAGES: tuple[type[Stage], ...] = (
     StepLabeling,
 )
 """The kinds of stage of this package. A run folder can be read only where the kinds of its stages are known."""
+HELDOUT = "heldout"
+"""The folder of held-out losses."""
 SCHEMA = 2
 MEASURED = ("clock", "memory")
 """What a line of the record says of the machine; no digest covers it."""
@@ -127,12 +131,21 @@ def _check_schema(path: Path, schema: object) -> None:
 
 
 def _migrated(run: Any) -> Any:
-    """The tree with `model.kernels` set from the former `engine.compiled` (true, false or null), for older folders."""
+    """The tree of an older folder: `model.kernels` is the former `engine.compiled` (true, false or null), and a stage
+    that imitates and does not say which turns learned the last one."""
+    run = {**run, "stages": [_with_turns(s) for s in run["stages"]]}
     engine, model = run["engine"], run["model"]
     if "compiled" not in engine:
         return run
     then = {True: "compiled", False: "torch", None: "auto"}[engine["compiled"]]
     return {**run, "engine": {k: v for k, v in engine.items() if k != "compiled"}, "model": {"kernels": then, **model}}
+
+
+def _with_turns(stage: Any) -> Any:
+    if not isinstance(stage, dict):
+        return stage
+    tree = cast("dict[str, Any]", stage)
+    return {"turns": "last", **tree} if tree.get("type") in (Supervised.__name__, Rejection.__name__) else tree
 
 
 def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:
@@ -208,6 +221,21 @@ def episode_files(folder: Path | str) -> list[EpisodeFile]:
                 f"{where / 'index.jsonl'}:{number} names {d['file']!r}, which is no episode file of this run"
             )
         out.append(row)
+    return out
+
+
+def losses(folder: Path | str, stage: str) -> dict[int, HeldoutLoss]:
+    """The held-out losses of a stage by the steps it had taken, in order."""
+    out: dict[int, HeldoutLoss] = {}
+    for path in sorted((Path(folder) / HELDOUT).glob(f"{stage}-*.json")):
+        index = path.stem.removeprefix(f"{stage}-")
+        if not index.isdecimal():  # of a stage whose name begins alike
+            continue
+        with damage_is_named(str(path)):
+            rows = {str(k): (float(nll), float(tokens)) for k, (nll, tokens) in files.read_json(path).items()}
+            if not rows or any(not (math.isfinite(nll) and 0 < tokens < math.inf) for nll, tokens in rows.values()):
+                raise ValueError("a row is no loss over some tokens")
+            out[int(index)] = HeldoutLoss(rows)
     return out
 
 

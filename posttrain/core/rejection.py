@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from posttrain.core.conversation import Turns
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.pieces.keep import Best, Keep, Passing, Rising, TopShare
 from posttrain.core.sampling import Sampling
@@ -132,7 +133,7 @@ class Rejection(Stage):
     """A stage that imitates the best of its own samples, in rounds. A step is an optimizer step; the first step of a
     round also asks."""
 
-    harmless = ("style",)
+    harmless = ("style", "turns")
 
     method: RejectionMethod = RFT
     """A published method, which may be changed choice by choice: rft, raft, star, rest, rest_em."""
@@ -154,6 +155,8 @@ class Rejection(Stage):
     forgotten."""
     style: str | None = None
     """The style of those demonstrations. None: there are none."""
+    turns: Turns = "all"
+    """Which turns of those demonstrations are learned, as of a supervised stage."""
     max_failed: float = 0.5
     """Stop the run when more than this share of a round's samples could not be judged."""
     steps: int = 1000

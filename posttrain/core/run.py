@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.core.adapter import Lora, check_frozen, check_served_elsewhere, refuse_dora
+from posttrain.core.conversation import Turns
 from posttrain.core.device import check_device
 from posttrain.core.engines import Embedded, Engine, KernelChoice, engine_refusals, pause_refusals
 from posttrain.core.env import Env
@@ -168,20 +170,36 @@ class Model:
 class Supervised(Stage):
     """A stage that learns from texts: pretraining on documents, or SFT on demonstrations (prompt masked)."""
 
-    harmless = ("style",)
+    harmless = ("style", "turns", "tool_arguments")
 
     style: str
     """What to imitate: a style the environment can write (document, answer, cot), or `completion`
     from the user's data."""
     wrong: float = 0.0
     """Share of demonstrations that are plausible but false."""
+    turns: Turns = "all"
+    """Which of the assistant's messages of a row are learned. all: each, by its `weight` (1 where the row gives none, 0
+    masks it), as the chat template writes it. last: the completion alone, as it is given."""
+    tool_arguments: bool = True
+    """Whether the arguments of tool calls are learned. false: a call is, and what it is called with is masked."""
     batch: int = 64
     """Sequences per optimizer step."""
+    epochs: float | None = None
+    """Passes over the training rows. Where it is set it decides `steps`. None: `steps` does."""
+    patience: int = 0
+    """Stop after so many held-out evaluations in a row (`eval_every`) whose loss is not the lowest so far. 0: never."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch < 1:
             raise ConfigError(f"{self.name}.batch={self.batch}: must be >= 1")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ConfigError(f"{self.name}.epochs={self.epochs:g}: must be > 0, or none")
+        if self.patience < 0 or (self.patience and not self.eval_every):
+            raise ConfigError(
+                f"{self.name}.patience={self.patience}: counts held-out evaluations, so it must be >= 0 and needs"
+                f" {self.name}.eval_every, such as {max(1, self.steps // 10)}"
+            )
         if not 0 <= self.wrong <= 1:
             raise ConfigError(f"{self.name}.wrong={self.wrong}: a share in [0, 1]")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from posttrain.core.asks import values
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.interval import Z95, Gain, Score
+from posttrain.core.interval import Gain, Score
+from posttrain.core.interval import student95 as student95
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Run
 from posttrain.core.shell import command_line
@@ -26,6 +27,13 @@ PER_STAGE = ("checkpoint_every", "eval_every", "micro_tokens")
 LETTERS = "ABCDEFGHIJKL"
 
 
+What = Literal["accuracy", "reward", "loss"]
+"""By what runs are compared: by their held-out loss where nothing judges answers. Its values are negative, so that
+higher is better, as of the others."""
+SAME_LOSS = 0.01
+"""A difference of held-out losses that matters to nobody, in nats."""
+
+
 @dataclass(frozen=True)
 class ComparedRun:
     """One run of a comparison: its last held-out measurement."""
@@ -33,6 +41,9 @@ class ComparedRun:
     of: RunOutcome
     stage: StageOutcome
     measured: Measurement
+
+    by_loss: bool = False
+    """Whether it is measured by its held-out loss: nothing judges its answers."""
 
     @property
     def seed(self) -> int:
@@ -73,7 +84,7 @@ class RunComparison:
     groups: tuple[RunGroup, ...]
     gains: tuple[GroupGain, ...]
     """Of every group but the first."""
-    what: Literal["accuracy", "reward"]
+    what: What
     prompts: int
     """Held-out prompts that all runs share."""
     notes: tuple[str, ...]
@@ -93,11 +104,14 @@ def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Run
         raise ConfigError("a run is given twice; compare it with another one")
     runs = [_measured(read_outcome(p), stage) for p in paths]
     _refuse(runs)
-    groups = _groups(runs)
     shared = _shared(runs)
-    what: Literal["accuracy", "reward"] = (
-        "accuracy" if any(r.measured.accuracy.mean > 0 for r in runs) or not _graded(runs) else "reward"
-    )
+    what: What = "accuracy" if any(r.measured.accuracy.mean > 0 for r in runs) or not _graded(runs) else "reward"
+    if any(by := [r.by_loss for r in runs]):
+        if not all(by):
+            told = [f"{r.of.folder} by {'held-out loss' if r.by_loss else 'what judges answers'}" for r in runs]
+            raise ConfigError(f"these runs are measured differently ({'; '.join(told)}), so nothing can be paired")
+        what, runs = "loss", [_over(r, shared) for r in runs]
+    groups = _groups(runs)
     gains = tuple(_gain(groups[0], g, what, shared) for g in groups[1:])
     return RunComparison(groups, gains, what, len(shared), tuple(_notes(runs, shared)))
 
@@ -123,6 +137,8 @@ def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
         if stage not in there:
             raise ConfigError(f"{of.folder} has taken no step of a stage {stage!r}; {nearest(stage, there)}")
         found = there[stage]
+    if found is not None and found.end is None and found.likelihoods:
+        return _by_loss(of, found)
     if found is None or found.end is None:
         why = "took no step" if found is None else f"{found.name} has not been measured on held-out tasks"
         if found is not None and isinstance(found.stage, RewardModel):
@@ -134,6 +150,23 @@ def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
             " compared with itself. Start it with record_episodes=true"
         )
     return ComparedRun(of, found, found.end)
+
+
+def _by_loss(of: RunOutcome, found: StageOutcome) -> ComparedRun:
+    """A run by its last held-out loss."""
+    step, last = [*found.likelihoods.items()][-1]
+    nothing = Score(math.nan, math.nan, math.nan, 0)
+    rows: dict[Hashable, float] = {k: -nll / tokens for k, (nll, tokens) in last.rows.items()}
+    return ComparedRun(of, found, Measurement(found.name, step, nothing, last.score, True, rows, rows), by_loss=True)
+
+
+def _over(run: ComparedRun, shared: Sequence[Hashable]) -> ComparedRun:
+    """The same with values whose mean over the shared rows is the mean over all their tokens."""
+    last = [*run.stage.likelihoods.values()][-1]
+    values = {k: -x for k, x in last.values([str(k) for k in shared]).items()}
+    return replace(
+        run, measured=replace(run.measured, right=values, paid=values, reward=Score.free([*values.values()]))
+    )
 
 
 def _remedy(of: RunOutcome, found: StageOutcome | None) -> str:
@@ -214,8 +247,9 @@ def settings_of(run: Run) -> dict[str, str]:
 def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashable]) -> GroupGain:
     measured = [r.measured for g in (first, other) for r in g.runs]
     low, high = min(m.scale[0] for m in measured), max(m.scale[1] for m in measured)
-    scale = 1.0 if what == "accuracy" else high - low
-    over = Gain.of(_mean(first, what, prompts), _mean(other, what, prompts), scale)
+    scale = SAME_LOSS / 0.05 if what == "loss" else 1.0 if what == "accuracy" else high - low
+    each = _mean(first, what, prompts), _mean(other, what, prompts)
+    over = Gain.free(*each) if what == "loss" else Gain.of(*each, scale)
     a, b = (_by_seed(g, what, prompts) for g in (first, other))
     seeds = over_seeds(a, b)
     sure = [over, *([seeds] if seeds is not None else [])]
@@ -261,25 +295,6 @@ def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score 
     freedom = sum(parts) ** 2 / below
     half = student95(freedom) * error
     return Score(mean, mean - half, mean + half, len(a) + len(b))
-
-
-def student95(freedom: float) -> float:
-    """The 97.5 % point of Student's t: exact for 1 to 4 degrees of freedom, up to 20 % too large between
-    them, and by Cornish and Fisher's expansion above (error below 0.2 %).
-
-    >>> round(student95(2), 3), round(student95(9), 3)
-    (4.303, 2.262)
-    """
-    exact = (12.7062, 4.3027, 3.1824, 2.7764)
-    if freedom <= len(exact):
-        return float(np.interp(1 / max(freedom, 1.0), [1 / n for n in range(len(exact), 0, -1)], exact[::-1]))
-    z, n = Z95, freedom
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    )
 
 
 def _notes(runs: Sequence[ComparedRun], shared: Sequence[Hashable]) -> list[str]:

@@ -37,5 +37,11 @@ EVALUATION: dict[str, Definition] = {
         "share of held-out pairs that a judge judges right in both orders", "share", "rises; at most the accuracy"
     ),
     "eval/unread": Definition("share of a judge's held-out answers without a verdict that can be read", "share", "0"),
+    "heldout/loss": Definition(
+        "mean negative log-prob of a learned token in the demonstrations of held-out tasks",
+        "nats",
+        "falls; rising while sft/loss falls: the rows are learned by heart",
+    ),
+    "heldout/perplexity": Definition("exp of heldout/loss", "tokens", "falls"),
     "eval/metric/NAME": Definition("the same on held-out tasks", "its own", "its own"),
 }

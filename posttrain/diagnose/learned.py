@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from posttrain.core.env import Env
+from posttrain.core.heldout import perplexity
 from posttrain.core.interval import Gain, Score
 from posttrain.core.reader import steps
 from posttrain.core.rejection import Rejection
@@ -65,6 +66,8 @@ def stage_learned(run: Run, s: StageOutcome, folder: str) -> Learning:
     if s.unpaired or s.accuracy is None or s.reward is None or s.start is None or s.end is None:
         if s.end is None and s.agreement is not None and s.agreement_before is not None and s.updates:
             return _ordering(s, s.agreement, s.agreement_before)
+        if s.end is None and s.loss is not None and s.updates:
+            return _likelier(s, s.loss)
         return Learning(
             "cannot be told", f"cannot be told whether {s.name} learned: {s.unpaired}", _how_to_tell(run, s, folder)
         )
@@ -126,6 +129,36 @@ def _ordering(s: StageOutcome, after: Score, before: float) -> Learning:
     told = f"cannot be told whether {s.name} learned: {figures}"
     more = f"more steps, or more held-out pairs (env.heldout): {_longer(s.stage)}"
     return Learning("cannot be told", told, (more, *blind))
+
+
+def _likelier(s: StageOutcome, gain: Gain) -> Learning:
+    """The answer for a stage that imitates where nothing judges answers: it goes by the held-out loss."""
+    curve = s.heldout_losses
+    last, best = curve[-1], min(curve, key=lambda p: p[1])
+    figures = (
+        f"held-out loss {gain.before:.3f} -> {gain.after:.3f} (before -> step {last[0]}; perplexity"
+        f" {perplexity(gain.before):.4g} -> {perplexity(gain.after):.4g}), change {gain}, over {gain.prompts}"
+        f" row{'s' if gain.prompts != 1 else ''}"
+    )
+    rose = best[0] not in (0, last[0]) and last[1] > best[1] + WORTH
+    stop = (
+        (
+            f"it was lowest after step {best[0]} ({best[1]:.3f}) and rose since, as where rows are learned by heart:"
+            f" take --checkpoint best, or stop there ({s.name}.steps={best[0]})",
+        )
+        if rose
+        else ()
+    )
+    if gain.high < 0:
+        return Learning("learned", f"{s.name} learned: {figures}", stop)
+    if gain.low > 0:
+        return Learning("got worse", f"{s.name} got worse: {figures}", stop or (_slower(s),))
+    more = f"hold more rows out ({_env_of(s)}.heldout), or more steps: {_longer(s.stage)}"
+    return Learning("cannot be told", f"cannot be told whether {s.name} learned: {figures}", (*stop, more))
+
+
+def _env_of(s: StageOutcome) -> str:
+    return "env" if s.stage.env is None else f"{s.name}.env"
 
 
 def _slower(s: StageOutcome) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from posttrain.core import reader, record
 from posttrain.core.checkpoint import newest
 from posttrain.core.gauge import Step
+from posttrain.core.heldout import HeldoutLoss
 from posttrain.core.interval import Gain, Score
 from posttrain.core.reader import EpisodeFile, RunFile
 from posttrain.core.run import Reinforce, Run
@@ -91,6 +92,18 @@ class StageOutcome:
     agreement_before: float | None = None
     began: str = START
     """Name of the weights it started from."""
+    likelihoods: Mapping[int, HeldoutLoss] = field(default_factory=dict[int, HeldoutLoss])
+    """Held-out losses by the steps taken, in order; empty where the stage imitates nothing."""
+
+    @property
+    def loss(self) -> Gain | None:
+        """Of the held-out loss, from before the first step to the last measurement. None: not both were made."""
+        ends = [*self.likelihoods.values()]
+        return ends[0].gain(ends[-1]) if len(ends) > 1 and 0 in self.likelihoods else None
+
+    @property
+    def heldout_losses(self) -> Curve:
+        return tuple((i, x.score.mean) for i, x in self.likelihoods.items())
 
     @property
     def name(self) -> str:
@@ -139,7 +152,7 @@ def read_outcome(folder: Path | str) -> RunOutcome:
     file = reader.run_file(folder)
     steps, evaluations = reader.steps(folder), [f for f in reader.episode_files(folder) if f.kind == "eval"]
     state = _state(folder)
-    reading = _Reading(file.run, evaluations)
+    reading = _Reading(folder, file.run, evaluations)
     out = [
         _stage(file.run, stage, [s for s in steps if s.stage == stage.name], reading, state.get(stage.name, {}))
         for stage in file.run.stages
@@ -205,6 +218,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         agreement=agreement,
         agreement_before=before,
         began=starts(run.stages, stage),
+        likelihoods={i: x for i, x in reading.losses(stage).items() if i <= taken},
     )
 
 
@@ -288,8 +302,8 @@ def _unpaired(run: Run, stage: Stage, taken: int, start: Measurement | None, end
 class _Reading:
     """The evaluations of a run, each file read once."""
 
-    def __init__(self, run: Run, files: Sequence[EpisodeFile]) -> None:
-        self.run = run
+    def __init__(self, folder: Path, run: Run, files: Sequence[EpisodeFile]) -> None:
+        self.folder, self.run = folder, run
         self.files = {(f.stage, f.index): f for f in files if f.path.is_file()}
         self._read: dict[tuple[str, int], Measurement] = {}
 
@@ -306,6 +320,9 @@ class _Reading:
             if starts(self.run.stages, other) == began and (other.name, 0) in self.files:
                 return self._at(other.name, 0)
         return None
+
+    def losses(self, stage: Stage) -> dict[int, HeldoutLoss]:
+        return reader.losses(self.folder, stage.name)
 
     def end(self, stage: Stage) -> Measurement | None:
         """The last evaluation of a stage after its first step."""

@@ -29,13 +29,16 @@ def data_notes(train: TaskSource, heldout: Sequence[Task], repeats: bool = False
     if train.count is None:
         return []
     prompts = list(_read(train.task(i) for i in range(min(train.count, READ))))
-    return [*(() if repeats else repeated(prompts)), *leaked(prompts, heldout)]
+    asked = [t for t in heldout if len(t.prompt)]
+    return [*(() if repeats else repeated(prompts)), *leaked(prompts, asked)]
 
 
 def _read(tasks: Iterable[Task]) -> Iterator[str]:
+    """Prompts as they are compared. A text that is learned whole has none."""
     begun = time.perf_counter()
     for task in tasks:
-        yield written(task)
+        if len(task.prompt):
+            yield written(task)
         if time.perf_counter() - begun > SECONDS:
             return
 

@@ -29,7 +29,10 @@ class Columns:
     prompt_column: str = "prompt"
     """The column of the prompt: text, or a list of messages."""
     messages_column: str = "messages"
-    """Read if there is no prompt column. If the last message is the assistant's, it becomes the completion."""
+    """Read if there is no prompt column; without either, `conversations`. If the last message is the assistant's, it
+    becomes the completion."""
+    text_column: str = "text"
+    """Read if there are neither prompt nor messages: a text to imitate, to which nothing can be answered."""
     answer_column: str = "answer"
     """The column of the right answer, which rewards receive: text, a number (12.0 is read as 12), or a list of them, of
     which any is right. A name such as reward_model.ground_truth is a field of an object."""

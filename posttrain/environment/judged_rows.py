@@ -244,12 +244,13 @@ def _prompt(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> str | tu
 def _demonstration(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
     """A row in which nothing was judged. The tools beside a completion belong to its prompt."""
     row = row_of(place, data, c)
-    if row.completion is None:
+    if row.completion is None and row.conversation is None:
         return row
     tools, info = _offered(place, data, c, row.task.prompt), dict(row.task.info)
     if tools:
         info.pop(c.tools_column)
-    return replace(row, task=replace(row.task, tools=tools, info=info), key=digest(row.task.prompt, tools))
+    key = digest(row.task.prompt, tools) if tools else row.key
+    return replace(row, task=replace(row.task, tools=tools, info=info), key=key)
 
 
 def _row(

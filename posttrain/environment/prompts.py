@@ -11,6 +11,7 @@ import numpy as np
 
 from posttrain.core.abilities import Abilities, Judgements, LintFinding
 from posttrain.core.content import ContentPart
+from posttrain.core.conversation import LearnedConversation
 from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.gauge import Gauges, merge
 from posttrain.core.given import Given
@@ -22,7 +23,6 @@ from posttrain.environment.columns import JudgedColumns
 from posttrain.environment.data_rows import read_rows
 from posttrain.environment.judged_draws import JudgedData
 from posttrain.environment.judged_lint import lint
-from posttrain.environment.judged_rows import misread
 from posttrain.environment.rows import PromptRow, answer_text, digest, texts_of
 from posttrain.environment.single import Listed, SingleTurn
 from posttrain.environment.tools.loop import Loop
@@ -91,6 +91,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
             for r in self.rows
             for text in (
                 *texts_of(r.task.prompt),
+                *(() if r.conversation is None else texts_of(r.conversation.messages)),
                 str(r.task.answer or ""),
                 r.completion or "",
                 *(r.judged.completions if r.judged is not None else ()),
@@ -159,7 +160,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return Verdict.abstain("a user's prompt is judged by the user's rewards")
 
     def key(self, task: Task) -> Hashable:
-        return digest(task.prompt, task.tools)
+        return digest(task.prompt, task.tools) if task.prompt else task.id
 
     def gold(self, task: Task) -> tuple[str, ...]:
         """The row's answer, else its completion. Only the user's rewards decide what it earns."""
@@ -198,7 +199,9 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         """As the base class, with the rows, what was judged in them, and the tools. All completions are taken as right,
         so none can be false."""
         base = super().abilities
-        texts = base.demonstrations and replace(base.demonstrations, false=False)
+        texts = base.demonstrations and replace(
+            base.demonstrations, false=False, conversation=lambda task, style: self._talks.get((task.id, style))
+        )
         return replace(
             base,
             demonstrations=texts,
@@ -229,12 +232,18 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     def _completions(self) -> Mapping[str, str]:
         return {r.task.id: r.completion for r in self.rows if r.completion is not None}
 
+    @cached_property
+    def _talks(self) -> Mapping[tuple[str, str], LearnedConversation]:
+        """Conversations by the task's id and the style."""
+        return {(r.task.id, "completion"): r.conversation for r in self.rows if r.conversation is not None}
+
     @property
     def styles(self) -> tuple[str, ...]:
         """`completion` if the data has any; `chosen` where every row of judged data has a text to imitate."""
         judged = self._judged
         chosen = judged is not None and len(judged.chosen) == len(self.rows)
-        return (*(("completion",) if self._completions else ()), *(("chosen",) if chosen else ()))
+        texts = self._completions or self._talks
+        return (*(("completion",) if texts else ()), *(("chosen",) if chosen else ()))
 
     def demonstrate(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
@@ -256,19 +265,15 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
 
 def read_tasks(config: Env, args: Mapping[str, Any], seed: int, given: Given = Given()) -> PromptsEnv:
-    """The environment that reads `env.prompts` and is judged by `env.rewards`. Rows that were judged already need no
-    rewards."""
+    """The environment that reads `env.prompts` and is judged by `env.rewards`. Stages that only read rows need none."""
     if not config.prompts:
         raise ConfigError("env.name='prompts' needs env.prompts: a JSONL file, or a data set (local folder or hub id)")
     shape = PromptsEnv(**args)
     data = read_rows(config.prompts, shape, given)
-    if not config.rewards and data.rows[0].judged is None:
-        if why := misread(data.rows[0], shape):
-            raise DataError(f"{why}. Where nothing was judged, give env.rewards")
-        raise ConfigError(
-            "env.name='prompts' needs env.rewards: path.py:function, or a built-in (exact, last_integer, contains,"
-            " math); from Python also functions: rewards=[my_function]. Only rows that were judged need none: columns"
-            f" such as {shape.chosen_column!r} and {shape.rejected_column!r} (env.args.judged)"
+    if config.rewards and (texts := [r.place for r in data.rows if not r.task.prompt]):
+        raise DataError(
+            f"{texts[0]}: the row is a text, to which nothing can be answered, and env.rewards judge answers: leave"
+            f" env.rewards out (env.rewards=none), or give the row a column {shape.prompt_column!r}"
         )
     rewards = sources(config.rewards, where=config.sandbox, given=given)
     for source in rewards:

@@ -6,17 +6,19 @@ A prompt is encoded once, and each observation is encoded separately. A turn of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from posttrain.core.content import content_of, mapped
+from posttrain.core.conversation import LearnedConversation
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.types import Message
 from posttrain.environment.chat import SHIELD, After, Chat, Tools
+from posttrain.environment.conversations import weighed
 from posttrain.environment.renderings import TAIL, continued, opening
 from posttrain.environment.said_calls import MARK, written
-from posttrain.environment.writable import EXACT, Writable, leading_ids
+from posttrain.environment.writable import EXACT, Tokenizer, Writable, leading_ids
 
 Content = str | Sequence[Message]
 LONG = 1 << 14
@@ -25,23 +27,6 @@ History = Literal["append", "rewrite"]
 """What to do if a template rewrites earlier turns: refuse the conversation, or start a new sequence for each turn."""
 PIECE = 1 << 16
 """A long text is encoded in pieces of this many characters until it is known whether it can fit."""
-
-
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
-
-    chat_template: Any
-    bos_token_id: int | None
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> str: ...
-
-    def apply_chat_template(
-        self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool, **more: Any
-    ) -> str: ...
 
 
 class Renderer:
@@ -88,7 +73,7 @@ class Renderer:
         """
         try:
             ids = (
-                self._text(prompt)
+                self.text_ids(prompt)
                 if isinstance(prompt, str)
                 else self.encode(self.chat(prompt, generate=True, tools=tools))
             )
@@ -135,6 +120,25 @@ class Renderer:
             raise DataError(f"{_named(task)}: {error}") from error
         ids, end = self.completion_ids(said, chat=chat, task=task), self.encode(stop)
         return before, np.array([*ids[: len(ids) - len(end)], *end], np.int32)
+
+    def conversation(
+        self, c: LearnedConversation, task: str = "", tools: Tools = (), arguments: bool = True
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(ids int32 [T], weight of each float64 [T]) of each sequence of a conversation (`conversations.weighed`).
+
+        Raises:
+            DataError: nothing of it can be learned, or the chat template does not write it so that it could be.
+        """
+        try:
+            return weighed(self, c, tools, arguments)
+        except DataError as error:
+            raise DataError(f"{_named(task)}: {error}") from error
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """The characters of each token of a text: their beginning and end."""
+        if self._backend is None:
+            raise DataError("this tokenizer does not say which characters a token has; take a fast tokenizer")
+        return self._backend.encode(text, add_special_tokens=False).offsets
 
     def completion_ids(self, text: str, *, chat: bool = False, task: str = "", behind: Any = ()) -> np.ndarray:
         """int32 ids of a demonstration. No special tokens are added, and exactly one stop id is at the end.
@@ -279,7 +283,8 @@ class Renderer:
             stop = self._chat_stop = tail[0] if tail and tail[0] in self.stop_ids else self.stop_ids[0]
         return stop
 
-    def _text(self, text: str) -> np.ndarray:
+    def text_ids(self, text: str) -> np.ndarray:
+        """int32 [T] of a plain text, with the leading special tokens exactly once."""
         ids = self.encode(text)
         n = len(self._leading)
         written = n > 0 and tuple(ids[:n].tolist()) == self._leading

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from posttrain.core.content import content_of, mapped, shown, text_of
+from posttrain.core.conversation import LearnedConversation
 from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.judgements import Kind
 from posttrain.core.types import Message, Task
@@ -23,6 +24,17 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 BESIDE: Mapping[str, tuple[str, ...]] = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
 """Fields of a message beside role and content, by its role: calls of tools as objects, and whose result it is."""
+
+CONVERSATIONS = "conversations"
+"""The column of messages in data of the form that is called ShareGPT."""
+SPEAKERS: Mapping[str, str] = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles by the names that ShareGPT's `from` has for them, beside `ROLES`."""
 
 Place = str
 """The place of a row in the data, for error messages: `file:line`, or `name row n`."""
@@ -58,6 +70,8 @@ class PromptRow:
     key: str
     place: Place = "a row"
     judged: JudgedRow | None = None
+    conversation: LearnedConversation | None = None
+    """What the row says to learn, where its prompt is messages, or it is a text."""
 
 
 @contextmanager
@@ -82,10 +96,69 @@ def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] =
 
 def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
     """One row of data, checked. What was judged in it is read by `judged_rows.read_row`."""
+    column = _asking(data, c)
+    if column is None and isinstance(text := data.get(c.text_column), str) and text.strip():
+        text = without_halves(place, c.text_column, text)
+        task = task_of(place, data, c, "", {c.text_column})
+        return PromptRow(task, text, digest(text), place, conversation=LearnedConversation(text, (1.0,)))
+    given = data.get(column) if column is not None else None
+    weights = weights_of(place, column or "", given)
     prompt, completion = prompt_of(place, data, c)
+    said = () if completion is None else (_last(place, column or "", given),)
     if (written := data.get(c.completion_column)) is not None:
-        completion = completion_of(place, written, c)
-    return PromptRow(task_of(place, data, c, prompt, {c.completion_column}), completion, digest(prompt), place)
+        completion, said = completion_of(place, written, c), _said(place, written, c)
+        weights = (*(0.0 for _ in prompt), *weights_of(place, c.completion_column, written))
+        if isinstance(prompt, str) and len(said) > 1:
+            raise DataError(
+                f"{place}: {c.completion_column!r} is {len(said)} messages and {column!r} is text: write the prompt as"
+                ' messages too, [{"role": "user", "content": ...}]'
+            )
+    task = task_of(place, data, c, prompt, {c.completion_column})
+    talk = None if isinstance(prompt, str) or not any(weights) else LearnedConversation((*prompt, *said), weights)
+    return PromptRow(task, completion, digest(prompt), place, conversation=talk)
+
+
+def _asking(data: Mapping[str, Any], c: Columns) -> str | None:
+    """The column that asks something: the prompt's, or that of messages."""
+    return next((n for n in (c.prompt_column, c.messages_column, CONVERSATIONS) if data.get(n) is not None), None)
+
+
+def weights_of(place: Place, column: str, value: Any) -> tuple[float, ...]:
+    """How much each message of a list counts: an assistant's its `weight`, else 1; of any other 0. A text counts 1."""
+    if not isinstance(value, list):
+        return (1.0,)
+    return tuple(_weight(f"{place}: message {i} of {column!r}", m) for i, m in enumerate(value, 1))
+
+
+def _weight(where: str, message: Any) -> float:
+    if not isinstance(message, Mapping):
+        return 0.0
+    own = _role(message) == "assistant"
+    given = message.get("weight")
+    if given is None:
+        return float(own)
+    if not own:
+        raise DataError(f"{where} has 'weight', and only the assistant's messages are learned: leave it out")
+    if not isinstance(given, int | float) or not 0 <= given < math.inf:
+        raise DataError(f"{where}: 'weight' is {given!r:.40}, wanted a number: 0 masks the message, 1 is usual")
+    return float(given)
+
+
+def _role(message: Mapping[str, Any]) -> Any:
+    role = message.get("role", message.get("from"))
+    return SPEAKERS.get(role, role) if isinstance(role, str) else role
+
+
+def _last(place: Place, column: str, value: Any) -> Message:
+    return message_of(place, column, len(value) - 1, value[-1], weighs=True)
+
+
+def _said(place: Place, written: Any, c: Columns) -> tuple[Message, ...]:
+    """The messages of a completion."""
+    name = c.completion_column
+    if isinstance(written, str):
+        return (Message(role="assistant", content=written),)
+    return tuple(message_of(place, name, i, m, weighs=True) for i, m in enumerate(written))
 
 
 def task_of(
@@ -93,6 +166,7 @@ def task_of(
 ) -> Task:
     """The task of a row with this prompt; its further columns but those in `read` are its info."""
     known = {c.prompt_column, c.messages_column, c.id_column, *read}
+    known |= {CONVERSATIONS} if _asking(data, c) == CONVERSATIONS else set[str]()
     info = {k: v for k, v in data.items() if k not in known and k != "answer"}
     if c.answer_column != "answer" and "answer" in data:
         info["answer"] = data["answer"]
@@ -133,21 +207,22 @@ def _id(place: Place, data: Mapping[str, Any], c: Columns) -> str:
 
 def prompt_of(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | tuple[Message, ...], str | None]:
     """The prompt of a row; and the text of the assistant's message behind it, if there is one."""
-    column = c.prompt_column if data.get(c.prompt_column) is not None else c.messages_column
-    value = data.get(column)
-    if value is None:
+    column = _asking(data, c)
+    if column is None:
         have = sorted(k for k, v in data.items() if v is not None)
         hint = nearest(c.prompt_column, have) if have else "the row is empty"
         raise DataError(
-            f"{place}: no column {c.prompt_column!r} (env.args.prompt_column) nor {c.messages_column!r}: {hint}"
+            f"{place}: no column {c.prompt_column!r} (env.args.prompt_column), {c.messages_column!r}, {CONVERSATIONS!r}"
+            f" nor {c.text_column!r}: {hint}"
         )
+    value = data[column]
     if isinstance(value, str):
         if not value.strip():
             raise DataError(f"{place}: {column!r} is empty")
         return without_halves(place, column, value), None
     if not isinstance(value, list):
         raise DataError(f"{place}: {column!r} is {kind_words(value)}, wanted text or a list of messages")
-    messages = [message_of(place, column, i, m) for i, m in enumerate(value)]
+    messages = [message_of(place, column, i, m, weighs=True) for i, m in enumerate(value)]
     completion = None
     if messages and messages[-1]["role"] == "assistant":
         completion = said_of(f"{place}: the last message of {column!r}", messages.pop())
@@ -156,27 +231,30 @@ def prompt_of(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | 
     return tuple(messages), completion
 
 
-def message_of(place: Place, column: str, index: int, value: Any) -> Message:
-    """A checked message of a row; `index` counts from 0."""
+def message_of(place: Place, column: str, index: int, value: Any, *, weighs: bool = False) -> Message:
+    """A checked message of a row; `index` counts from 0. `weighs`: whether it may have a `weight` (`weights_of`)."""
     where = f"{place}: message {index + 1} of {column!r}"
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is {kind_words(value)}, wanted an object with role and content")
-    if not isinstance(value.get("role"), str):
-        raise DataError(f"{where}: 'role' is {kind_words(value.get('role'))}, wanted text")
-    role = value["role"]
+    role, body = _role(value), "value" if "from" in value and "role" not in value else "content"
+    if not isinstance(role, str):
+        raise DataError(f"{where}: 'role' is {kind_words(role)}, wanted text")
     if role not in ROLES:
-        raise DataError(f"{where} has role {role!r}, which chat templates do not know: {nearest(role, ROLES)}")
-    beside = {k: v for k, v in value.items() if v not in (None, []) and k not in ("role", "content")}
-    given = "" if value.get("content") is None and "tool_calls" in beside else value.get("content")
+        known = ROLES if body == "content" else (*ROLES, *SPEAKERS)
+        raise DataError(f"{where} has role {role!r}, which chat templates do not know: {nearest(role, known)}")
+    read = ("role", "content") if body == "content" else ("from", "value")
+    read = (*read, "weight") if weighs else read
+    beside = {k: v for k, v in value.items() if v not in (None, []) and k not in read}
+    given = "" if value.get(body) is None and "tool_calls" in beside else value.get(body)
     if not isinstance(given, str | list) or given == []:
-        raise DataError(f"{where}: 'content' is {kind_words(given)}, wanted text or a list of parts")
+        raise DataError(f"{where}: {body!r} is {kind_words(given)}, wanted text or a list of parts")
     known = BESIDE.get(role, ())
     if extra := sorted(beside.keys() - {*known}):
         also = f", and with role {role} {' or '.join(known)}" if known else ""
         raise DataError(f"{where} has {extra[0]!r}; messages are role and content{also}")
     with placed(where):
-        body = content_of(given)
-    message = Message(role=role, content=mapped(body, lambda text: without_halves(place, column, text)))
+        content = content_of(given)
+    message = Message(role=role, content=mapped(content, lambda text: without_halves(place, column, text)))
     if "tool_calls" in beside:
         message["tool_calls"] = _calls(where, beside["tool_calls"])
     for key in ("name", "tool_call_id"):
@@ -218,12 +296,18 @@ def said_of(where: str, message: Message) -> str:
 
 
 def completion_of(place: Place, value: Any, c: Columns) -> str:
-    """A demonstration: text, or a list of one message."""
+    """The text of a demonstration: given as such, or that of its last message, which is the assistant's."""
+    name = c.completion_column
     if isinstance(value, str):
-        return without_halves(place, c.completion_column, value)
-    if isinstance(value, list) and len(value) == 1:
-        return said_of(f"{place}: {c.completion_column!r}", message_of(place, c.completion_column, 0, value[0]))
-    raise DataError(f"{place}: {c.completion_column!r} is {kind_words(value)}, wanted text or a list of one message")
+        return without_halves(place, name, value)
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{place}: {name!r} is {kind_words(value)}, wanted text or a list of messages")
+    last = _last(place, name, value)
+    if last["role"] != "assistant":
+        raise DataError(
+            f"{place}: the last message of {name!r} has role {last['role']!r}, and it must be the assistant's"
+        )
+    return said_of(f"{place}: {name!r}", last)
 
 
 def without_halves(place: Place, column: str, value: str) -> str:

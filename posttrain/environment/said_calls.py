@@ -30,10 +30,11 @@ def kept(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
     Raises:
         DataError: arguments are neither.
     """
-    return f"{content}{MARK}{json.dumps([_plain(c) for c in calls], ensure_ascii=False)}"
+    return f"{content}{MARK}{json.dumps([plain_call(c) for c in calls], ensure_ascii=False)}"
 
 
-def _plain(call: Mapping[str, Any]) -> dict[str, Any]:
+def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as its name, its arguments as an object, and its id where it has one."""
     inner = call["function"]
     given = inner.get("arguments")
     if isinstance(given, str) and given.strip():
@@ -71,7 +72,7 @@ def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools
             " write them into the content as the model says them"
         )
     before = chat.render(prompt, generate=True, tools=tools)
-    turn = _turn(chat, content, plain)
+    turn = called(chat, content, plain)
     whole = chat.render([*prompt, turn], generate=False, tools=tools)
     if not whole.startswith(before):
         raise DataError(
@@ -100,7 +101,7 @@ def _ended(chat: Chat, prompt: Sequence[Message], turn: Message, body: str, tool
     return body, next((s for s in chat.stops if rest.lstrip().startswith(s)), "")
 
 
-def _turn(chat: Chat, content: str, plain: Sequence[Mapping[str, Any]]) -> Message:
+def called(chat: Chat, content: str, plain: Sequence[Mapping[str, Any]]) -> Message:
     """The turn as chat templates read it."""
     calls: list[dict[str, Any]] = []
     for i, call in enumerate(plain):

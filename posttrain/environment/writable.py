@@ -8,12 +8,28 @@ ours and leave the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from posttrain.core.errors import DataError
+from posttrain.core.types import Message
 
-if TYPE_CHECKING:
-    from posttrain.environment.render import Tokenizer
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    chat_template: Any
+    bos_token_id: int | None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool, **more: Any
+    ) -> str: ...
+
 
 EXACT: Mapping[str, bool] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
 """Options with which every id is decoded as it stands."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from posttrain.core import abilities, seeds
 from posttrain.core.batch import Batch
+from posttrain.core.conversation import LearnedConversation
 from posttrain.core.errors import DataError
 from posttrain.core.ports import Dialogue, Environment, PairRenderer
+from posttrain.core.rejection import Rejection
 from posttrain.core.run import Supervised
 from posttrain.core.sampling import Sampling
+from posttrain.core.stage import Stage
 from posttrain.core.streams import WEIGHT
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Message, Segment, Task
@@ -34,19 +38,42 @@ async def demonstrations(
 ) -> Batch:
     """The minibatch of one supervised step. It is a function of (seed, stage, step), so a resumed run needs no state.
 
-    Its one stream is WEIGHT. Every demonstrated token weighs 1 / (demonstrated tokens of the minibatch).
+    Its one stream is WEIGHT. A demonstrated token weighs its own weight (1 where the data gives none) / their sum.
     """
-    return imitated(await demonstrated(environment, renderer, dialogue, stage, seed=seed, step=step, context=context))
+    return together(await demonstrated(environment, renderer, dialogue, stage, seed=seed, step=step, context=context))
 
 
-def imitated(segments: Sequence[Segment], sequence: Sequence[int] | None = None) -> Batch:
-    """A minibatch whose spoken tokens are imitated, each with the same weight.
+@dataclass(frozen=True, eq=False)
+class Demonstrated:
+    """One demonstration: its sequences, and the weight of each token that is learned (float64)."""
+
+    segments: tuple[Segment, ...]
+    weight_M: np.ndarray
+
+    @staticmethod
+    def of(segment: Segment) -> Demonstrated:
+        """A sequence whose tokens count alike."""
+        return Demonstrated((segment,), np.ones(segment.spoken))
+
+
+def together(ones: Sequence[Demonstrated]) -> Batch:
+    """A minibatch of demonstrations."""
+    sequence = [i for i, d in enumerate(ones) for _ in d.segments]
+    return imitated([s for d in ones for s in d.segments], sequence, np.concatenate([d.weight_M for d in ones]))
+
+
+def imitated(
+    segments: Sequence[Segment], sequence: Sequence[int] | None = None, weight_M: np.ndarray | None = None
+) -> Batch:
+    """A minibatch whose spoken tokens are imitated, by their weights.
 
     Args:
         sequence: the episode of each segment; None: one segment each.
+        weight_M: of each spoken token. They are divided by their sum. None: all count alike.
     """
     spoken = sum(s.spoken for s in segments)
-    return Batch.of(segments, sequence, streams={WEIGHT: np.full(spoken, 1.0 / spoken)})
+    shares = np.full(spoken, 1.0 / spoken) if weight_M is None else weight_M / weight_M.sum()
+    return Batch.of(segments, sequence, streams={WEIGHT: shares})
 
 
 async def demonstrated(
@@ -58,21 +85,57 @@ async def demonstrated(
     seed: int,
     step: int,
     context: int,
-) -> list[Segment]:
+) -> list[Demonstrated]:
     """The demonstrations of one supervised step, in order."""
     walk = Prompts(environment.train, seeds.torch_seed(seed, f"sft/{stage.name}"), cursor=step * stage.batch)
-    texts = abilities.demonstrations(environment)
     rng = seeds.generator(seed, f"demonstrate/{stage.name}", step)
-    segments: list[Segment] = []
-    for _ in range(stage.batch):
-        task, _visit = next(walk)
-        prompt, completion = texts.write(task, stage.style, rng, stage.wrong)
-        if isinstance(completion, str):
-            segments.append(demonstration(renderer, task, prompt, completion, context))
-        else:
-            said = await recited(environment, renderer, dialogue(task.id), task, prompt, completion, LIKELIHOOD)
-            segments.append(_fits(said.transcript.segment(), task, context))
-    return segments
+    tasks = [next(walk)[0] for _ in range(stage.batch)]
+    return [await shown(environment, renderer, dialogue, stage, task, rng, context) for task in tasks]
+
+
+async def shown(
+    environment: Environment,
+    renderer: PairRenderer,
+    dialogue: Callable[[str], Dialogue],
+    stage: Supervised,
+    task: Task,
+    rng: np.random.Generator,
+    context: int,
+) -> Demonstrated:
+    """The demonstration of a task that a stage imitates: all that counts of its conversation, or its completion."""
+    if (talk := conversation_of(environment, stage, task)) is not None:
+        found = renderer.conversation(talk, task.id, task.tools, stage.tool_arguments)
+        segments = tuple(_fits(_segment(ids, weight_T > 0), task, context) for ids, weight_T in found)
+        return Demonstrated(segments, np.concatenate([w[w > 0] for _, w in found]))
+    prompt, completion = abilities.demonstrations(environment).write(task, stage.style, rng, stage.wrong)
+    if isinstance(completion, str):
+        return Demonstrated.of(demonstration(renderer, task, prompt, completion, context))
+    said = await recited(environment, renderer, dialogue(task.id), task, prompt, completion, LIKELIHOOD)
+    return Demonstrated.of(_fits(said.transcript.segment(), task, context))
+
+
+def imitating(stage: Stage) -> Supervised | None:
+    """How a stage imitates the environment's demonstrations; None where it does not."""
+    if isinstance(stage, Rejection) and stage.style is not None:
+        return Supervised(name=stage.name, style=stage.style, turns=stage.turns, batch=stage.batch - stage.own)
+    return stage if isinstance(stage, Supervised) else None
+
+
+def conversation_of(environment: Environment, stage: Supervised, task: Task) -> LearnedConversation | None:
+    """What a stage learns of a task's whole conversation; None where it learns a completion alone."""
+    found = None if stage.wrong else abilities.demonstrations(environment).conversation(task, stage.style)
+    if found is None or stage.turns == "all":
+        return found
+    return None if found.last.after(task.prompt) else found.last
+
+
+def _segment(ids: np.ndarray, learned_T: np.ndarray) -> Segment:
+    """A sequence of which some tokens are learned."""
+    transcript = Transcript(LIKELIHOOD)
+    edges = np.flatnonzero(np.diff(learned_T.astype(np.int8))) + 1
+    for part, learns in zip(np.split(ids, edges), (p[0] for p in np.split(learned_T, edges)), strict=True):
+        (transcript.show if learns else transcript.see)(part)
+    return transcript.segment()
 
 
 def demonstration(

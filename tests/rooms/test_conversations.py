@@ -1,17 +1,23 @@
-"""Before the first rollout: an environment of several turns and a template that rewrites them never start together."""
+"""Conversations of several turns: which start with a template that rewrites them, and what of a row is learned."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from template_parts import FAMILIES, tokenizer
+from template_parts import FAMILIES, renderer, tokenizer
 
 import posttrain
 from posttrain.core import reader
+from posttrain.core.conversation import LearnedConversation
 from posttrain.core.errors import DataError
 from posttrain.core.run import Model
+from posttrain.core.types import Message
 from posttrain.engine.tiny import build_module
+from posttrain.environment.chat import WEATHER
 from posttrain.recipe.recipes import recipe
 from tests.tiny import MODEL
 
@@ -122,3 +128,77 @@ def test_what_can_be_one_sequence_or_was_asked_to_be_several_starts(
     tmp_path: Path, family: str, words: tuple[str, ...]
 ) -> None:
     assert [s.stage for s in reader.steps(start(tmp_path, family, *words))][-1] == "rl"
+
+
+# --- whole conversations that are learned -----------------------------------------------------------------------------
+
+ASKED: list[Message] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+TWO = (*ASKED, Message(role="user", content="more"), Message(role="assistant", content="bye"))
+OSLO = {"type": "function", "function": {"name": "look_up", "arguments": {"city": "Oslo"}}}
+CALLED = (
+    Message(role="user", content="weather?"),
+    Message(role="assistant", content="", tool_calls=[OSLO]),
+    Message(role="tool", content="rain", name="look_up", tool_call_id="call00000"),
+    Message(role="assistant", content="It rains."),
+)
+
+
+def learned(r: Any, c: LearnedConversation, **more: Any) -> list[list[tuple[float, str]]]:
+    """Runs of tokens with one weight, of each sequence, as text."""
+    out: list[list[tuple[float, str]]] = []
+    for ids, weight in r.conversation(c, "t", more.get("tools", ()), more.get("arguments", True)):
+        edges = [0, *(np.flatnonzero(np.diff(weight)) + 1), len(ids)]
+        out.append([(float(weight[a]), r.decode(ids[a:b])) for a, b in itertools.pairwise(edges)])
+    return out
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in ("deepseek", "harmony")])
+def test_what_the_template_renders_is_learned_prefix_by_prefix(name: str) -> None:
+    """Before each learned turn stands what a rollout of that turn is shown; each turn ends in its one stop token."""
+    r = renderer(FAMILIES[name])
+    (runs,) = learned(r, LearnedConversation(TWO, (0, 1, 0, 1)))
+    assert [w for w, _ in runs] == [0, 1, 0, 1]
+    text = [t for _, t in runs]
+    assert text[0] == r.chat(TWO[:1], generate=True)
+    assert "".join(text[:3]) == r.chat(TWO[:3], generate=True)
+    assert r.chat(TWO, generate=False).startswith("".join(text[:3]) + r.text(r.encode(text[3])))
+    for said, content in ((text[1], "ho"), (text[3], "bye")):
+        assert content in said and sum(int(i) in r.stop_ids for i in r.encode(said)) == 1
+
+
+def test_a_turn_may_weigh_and_be_masked() -> None:
+    r = renderer(FAMILIES["qwen2.5"])
+    (runs,) = learned(r, LearnedConversation(TWO, (0, 0.5, 0, 2)))
+    assert [w for w, _ in runs] == [0, 0.5, 0, 2]
+    (runs,) = learned(r, LearnedConversation(TWO, (0, 0, 0, 1)))
+    assert runs == [(0, r.chat(TWO[:3], generate=True)), (1, "bye<|im_end|>")]
+    with pytest.raises(DataError, match="no message of the assistant counts"):
+        r.conversation(LearnedConversation(TWO, (0, 0, 0, 0)))
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3-coder", "llama3", "mistral", "glm"])
+def test_arguments_of_calls_may_be_masked(name: str) -> None:
+    r = renderer(FAMILIES[name])
+    (runs,) = learned(r, LearnedConversation(CALLED, (0, 1, 0, 1)), tools=[WEATHER], arguments=False)
+    assert "Oslo" in runs[2][1] and "look_up" not in runs[2][1] and [w for w, _ in runs] == [0, 1, 0, 1, 0, 1]
+    (whole,) = learned(r, LearnedConversation(CALLED, (0, 1, 0, 1)), tools=[WEATHER])
+    assert [t for _, t in whole] == [runs[0][1], "".join(t for _, t in runs[1:4]), *(t for _, t in runs[4:])]
+
+
+def test_a_template_that_drops_reasoning_needs_a_sequence_for_each_turn() -> None:
+    first, last = (Message(role="assistant", content=f"<think>\nhm\n</think>\n\n{x}") for x in ("ho", "bye"))
+    c = LearnedConversation((TWO[0], first, TWO[2], last), (0, 1, 0, 1))
+    with pytest.raises(DataError, match=r"message 2: .*text of it is lost.*model.history=rewrite"):
+        renderer(FAMILIES["qwen3"]).conversation(c)
+    r = renderer(FAMILIES["qwen3"], "rewrite")
+    second, alone = learned(r, c)
+    assert [w for w, _ in second] == [0, 1] and [w for w, _ in alone] == [0, 1]
+    assert alone[1][1].startswith("<think>\nhm") and "hm" not in second[0][1]
+    with pytest.raises(DataError, match="turns=last learns the completion as it is given"):
+        renderer(FAMILIES["deepseek"]).conversation(LearnedConversation(tuple(ASKED), (0, 1)))
+
+
+def test_a_text_is_learned_from_its_second_token() -> None:
+    """Without a begin token there is nothing from which the first could be foreseen."""
+    r = renderer(FAMILIES["qwen2.5"])
+    assert learned(r, LearnedConversation("one<|im_end|>two", (1.0,))) == [[(0, "o"), (1, "ne<|im_end|>two<|im_end|>")]]

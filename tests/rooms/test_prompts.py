@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from posttrain.api import overrides
 from posttrain.api.build import make_policy
-from posttrain.api.environments import make_environment
+from posttrain.api.environments import check_environment, make_environment
 from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.run import Env
+from posttrain.core.run import Env, Reinforce
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.data_rows import read
 from posttrain.environment.make import environment
@@ -343,10 +343,11 @@ def test_a_file_of_another_format_is_called_by_its_name(tmp_path: Path, name: st
             env(name)
 
 
-def test_a_run_on_prompts_needs_rewards_and_the_columns_they_read(tmp_path: Path) -> None:
+def test_what_samples_prompts_needs_rewards_and_the_columns_they_read(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b"}])
-    with pytest.raises(ConfigError, match=r"needs env.rewards"):
-        env(path, rewards=())
+    bare: Any = env(path, rewards=())
+    with pytest.raises(ConfigError, match=r"rl learns from verdicts .* needs env.rewards. Add env.rewards=mine.py:"):
+        check_environment(bare, [Reinforce(name="rl")], Env())
     for function in ("exact", "math"):
         with pytest.raises(ConfigError, match=rf"p.jsonl:2: reward '{function}' requires column 'answer'"):
             env(path, rewards=(Reward(function=function),))

@@ -18,11 +18,13 @@ from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.parts import MeasuredReport, RunParts
 from posttrain.controller.stages.kept_weights import keep, load_kept
 from posttrain.controller.stages.progress import Progress, Reopening, StageResult, StageState, state_fingerprint
+from posttrain.controller.stages.stage_result import measured_words, result_of
 from posttrain.core import reader
 from posttrain.core.abilities import declared
 from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Step, merge
+from posttrain.core.heldout import HeldoutLoss
 from posttrain.core.machine import during_steps
 from posttrain.core.shell import command_line
 from posttrain.core.stage import START, Stage, come_to, starts
@@ -30,6 +32,7 @@ from posttrain.diagnose.played import unjudged_words
 from posttrain.engine.optimizer import StageOptimizer
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import EvaluatedEvent, RestoredEvent
+from posttrain.role.heldout_loss import HeldoutDemonstrations
 from posttrain.role.judgements import AgreementReport
 from posttrain.role.memory import PeakMemory
 from posttrain.role.roles import RoleCosts
@@ -82,6 +85,10 @@ class Driver(ABC, Generic[S, T, A]):
         """Of the evaluation after the last step, where there was one."""
         self.agreed: AgreementReport | None = None
         """The same of held-out judgements."""
+        self.heldout_loss: HeldoutLoss | None = None
+        """The same of held-out demonstrations."""
+        env, rollout = self.setting.environment, self.setting.rollout
+        self._shown = HeldoutDemonstrations.of(stage, env, parts.renderer, rollout)
         self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
         self._begun, self._carried = time.perf_counter(), self.state.seconds
         self._files: Callable[[Path], None] = lambda folder: None
@@ -167,8 +174,12 @@ class Driver(ABC, Generic[S, T, A]):
         self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
         ask, learn = await self.open(checkpoint)
         self._warm_up()
-        if checkpoint is None and self.stage.eval and (agreed := self.agree()) is not None:
-            self.state.agreement_before = agreed.accuracy.mean
+        if checkpoint is None and self.stage.eval:
+            agreed, loss = self.agree(), await self.likelihood()
+            self.state.agreement_before = agreed and agreed.accuracy.mean
+            self.state.loss_before = loss and loss.score.mean
+            if loss is not None:
+                self.parts.say(f"{self.stage.name}: {loss.words} before its first step ({len(loss.rows)} rows)")
         last = 0 if self.state.ended else self.stage.steps
         try:
             with during_steps():
@@ -182,8 +193,9 @@ class Driver(ABC, Generic[S, T, A]):
         self.watch.end()
         if self.stage.eval and self.report is None:
             self.report = await self.evaluate()
-        if self.stage.eval and self.agreed is None:
-            self.agreed = self.agree()
+        if self.stage.eval:
+            self.agreed = self.agreed or self.agree()
+            self.heldout_loss = self.heldout_loss or await self.likelihood()
         self._finish(self.report)
 
     def _warm_up(self) -> None:
@@ -247,12 +259,12 @@ class Driver(ABC, Generic[S, T, A]):
         s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
         self.parts.version = p.version
         s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
-        self.report = report = self.agreed = None
+        self.report = report = self.agreed = self.heldout_loss = None
         if stage.eval_every and s.step % stage.eval_every == 0 and s.step < stage.steps:
             self.report = report = await self.evaluate()
-            self.agreed = self.agree()
-        if self.agreed is not None:
-            step = replace(step, gauges=merge(step.gauges, self.agreed.gauges()))
+            self.agreed, self.heldout_loss = self.agree(), await self.likelihood()
+        for measured in (self.agreed, self.heldout_loss):
+            step = step if measured is None else replace(step, gauges=merge(step.gauges, measured.gauges()))
         if report is not None:
             step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
         self.parts.tell(self.watch.line(replace(step, memory=self.clock.take_memory())))
@@ -266,27 +278,21 @@ class Driver(ABC, Generic[S, T, A]):
         reopening = self._reopening(report) if stage is parts.run.stages[-1] and stage.hands_on else None
         result = self._result(report)
         p.results = (*p.results, result)
-        measured = f"; held-out accuracy {result.accuracy[0]:.3f}" if result.accuracy else ""
-        if result.reward and result.graded:
-            measured += f", mean reward {result.reward[0]:.3f}"
-        if result.proxy:
-            measured += f"; its reward pays {result.proxy[0]:.3f}"
-        if result.agreement:
-            measured += f"; {result.agreement[0]:.3f} of held-out pairs ordered as judged"
-        parts.say(f"{stage.name}: done, {result.why}{measured}{'' if report is None else report.words}")
+        parts.say(f"{stage.name}: done, {result.why}{measured_words(result)}{'' if report is None else report.words}")
         keep(parts, p, stage.name)
         if not stage.hands_on:
             load_kept(parts, p, come_to(parts.run.stages, stage))
             p.version = parts.version = p.version + 1
         p.stage, p.running, p.reopening = p.stage + 1, None, reopening
-        self._checkpoint(p.reward[0] if p.reward else None)
+        self._checkpoint(p.reward[0] if p.reward else self._unjudged_metric)
 
     def _reopening(self, report: EvaluationReport | None) -> Reopening:
         """What a checkpoint at this border would say, and the evaluation that belongs to it."""
         s, stage = self.state, self.stage
         self._files = self._note_state()
-        due = report is not None and stage.eval_every and s.step % stage.eval_every == 0
-        gauges = {n: [g.sum, g.count] for n, g in report.gauges().items()} if due and report else {}
+        due = stage.eval_every and s.step % stage.eval_every == 0
+        measured = [x.gauges() for x in (report, self.agreed, self.heldout_loss) if x is not None and due]
+        gauges = {n: [g.sum, g.count] for n, g in merge(*measured).items()}
         return Reopening(self.progress.plain(), gauges)
 
     def _note_state(self) -> Callable[[Path], None]:
@@ -324,6 +330,22 @@ class Driver(ABC, Generic[S, T, A]):
             parts.book.write_evaluation(self.stage.name, self.state.step, report.groups)
         return report
 
+    async def likelihood(self) -> HeldoutLoss | None:
+        """The loss of held-out demonstrations now, written down. None: the stage imitates none, or none is held out."""
+        if self._shown is None:
+            return None
+        with self.clock.of("evaluate"):
+            found = await self._shown.loss(self.parts.learner, self.stage.micro_tokens)
+        if found is not None:
+            self.parts.book.write_losses(self.stage.name, self.state.step, found)
+        return found
+
+    @property
+    def _unjudged_metric(self) -> float | None:
+        """By what checkpoints are compared where nothing judges answers: the held-out loss, lower is better."""
+        judges = declared(self.setting.environment).judges or self.setting.rollout.judges
+        return None if self.heldout_loss is None or judges or not self._on_its_tasks else -self.heldout_loss.score.mean
+
     # --- borders -----------------------------------------------------------------------------------------------------
 
     async def _border(self, report: EvaluationReport | None) -> None:
@@ -336,7 +358,8 @@ class Driver(ABC, Generic[S, T, A]):
         stopped = bool(self.stopper.number) and self.at_rest
         if stage.hands_on and (due or stopped):
             await self.catch_up()
-            self._checkpoint(report.reward.known[0] if self._on_its_tasks and report and report.reward.known else None)
+            known = report.reward.known if self._on_its_tasks and report else None
+            self._checkpoint(known[0] if known else self._unjudged_metric)
         if stopped:
             raise self._interrupted(f"at {stage.name} step {step}")
 
@@ -370,31 +393,8 @@ class Driver(ABC, Generic[S, T, A]):
         self.parts.watch.emit(RestoredEvent("optimizer state", self.state.optimizer, now))
 
     def _result(self, report: EvaluationReport | None) -> StageResult:
-        p, s, stage = self.progress, self.state, self.stage
+        p, stage = self.progress, self.stage
         accuracy, reward = (report.accuracy.known, report.reward.known) if report else (None, None)
         if stage.hands_on:  # nothing is known of these weights where they were not measured on the run's own tasks
             p.accuracy, p.reward = (accuracy, reward) if self._of_the_run else (None, None)
-        return StageResult(
-            name=stage.name,
-            kind=type(stage).__name__.lower(),
-            steps=s.step,
-            optimizer_steps=s.optimizer_steps,
-            seconds=self.seconds(),
-            roles={k: round(v, 3) for k, v in self.clock.total.items()},
-            peaks=dict(self.clock.most),
-            accuracy=accuracy,
-            greedy=report.greedy.mean if report and report.greedy and report.greedy.known else None,
-            pass_at={str(k): x.mean for k, x in report.pass_at.items()} if report else {},
-            before=s.before,
-            why=s.ended or f"all {stage.steps} steps",
-            start=starts(self.parts.run.stages, stage),
-            time_of=stage.time_of,
-            hands_on=stage.hands_on,
-            reward=reward,
-            reward_before=s.reward_before,
-            graded=report is not None and report.graded,
-            proxy=report.proxy.known if report and report.proxy else None,
-            proxy_before=s.proxy_before,
-            agreement=self.agreed.accuracy.known if self.agreed else None,
-            agreement_before=s.agreement_before,
-        )
+        return result_of(self, report)

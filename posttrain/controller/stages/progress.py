@@ -56,6 +56,9 @@ class StageResult:
     """Of a stage that learns from judgements: share of held-out pairs that its scores order as they were judged, with
     its 95 % interval."""
     agreement_before: float | None = None
+    loss: tuple[float, float, float] | None = None
+    """Of a stage that imitates: the held-out loss with its 95 % interval."""
+    loss_before: float | None = None
     proxy: tuple[float, float, float] | None = None
     """Mean of what was paid for held-out answers with its 95 % interval, where accuracy and reward are of what is
     measured and not paid."""
@@ -74,6 +77,7 @@ class StageState(Open, begin=True):
     optimizer: str = ""
     """Fingerprint of the optimizer's state at the checkpoint."""
     agreement_before: float | None = None
+    loss_before: float | None = None
     reference_digest: str = ""
     """Fingerprint of the reference; '' where the stage reads none."""
     skipped: int = 0

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from posttrain.algorithm.losses import Likelihood
 from posttrain.controller.stages.driver import Driver
 from posttrain.controller.stages.kept_weights import load_kept
@@ -22,14 +24,13 @@ from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.pieces.keep import Best, TopShare
 from posttrain.core.rejection import Rejection
 from posttrain.core.request import RolloutRequest, StepNumber
-from posttrain.core.run import Supervised
 from posttrain.core.scored import Credit
 from posttrain.core.stage import starts
 from posttrain.core.step_labels import StepLabeling
 from posttrain.core.types import Group
 from posttrain.diagnose.played import rollout_gauges
 from posttrain.role.concurrency import together
-from posttrain.role.demonstrate import demonstrated, imitated
+from posttrain.role.demonstrate import demonstrated, imitated, imitating
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import KeptEvent, PlayedEvent, RegeneratedEvent
 from posttrain.role.generative_steps import GenerativeStepJudge
@@ -274,14 +275,16 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         h, stage = self.roles, self.stage
         segments = [s for c in ones for s in c.segments]
         sequence = [i for i, c in enumerate(ones) for _ in c.segments]
-        if stage.style is not None:
-            shown = Supervised(name=stage.name, style=stage.style, batch=stage.batch - stage.own)
+        weights = [np.ones(sum(s.spoken for s in segments))]
+        if (shown := imitating(stage)) is not None:
             texts = await demonstrated(
                 h.environment, h.renderer, h.dialogue, shown, seed=h.run.seed, step=index - 1, context=h.context
             )
             texts = texts[: stage.shown_beside(len(ones))]
-            segments, sequence = [*segments, *texts], [*sequence, *range(len(ones), len(ones) + len(texts))]
-        return imitated(segments, sequence)
+            weights += [t.weight_M for t in texts]
+            sequence += [len(ones) + i for i, t in enumerate(texts) for _ in t.segments]
+            segments += [s for t in texts for s in t.segments]
+        return imitated(segments, sequence, np.concatenate(weights))
 
     def remember(self, asked: RejectionWork, step: Step) -> Step:
         self.state.cursor = self.roles.prompts.cursor

@@ -13,14 +13,26 @@ from posttrain.controller.stages.progress import StageState
 from posttrain.controller.stages.role_parts import data_parts
 from posttrain.controller.step import DataBatch, learn_from
 from posttrain.core.gauge import Step
+from posttrain.core.ports import TaskSource
 from posttrain.core.run import Supervised
 from posttrain.role.demonstrate import demonstrations
+from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.roles import SupervisedRoles
+
+MANY = 20
+"""More passes over the same rows are told as too many: SFT usually takes 1 to 3."""
 
 
 @dataclass
 class SupervisedState(StageState):
-    """A minibatch is a function of (seed, stage, step), so nothing more is remembered."""
+    """A minibatch is a function of (seed, stage, step), so nothing of the data is remembered."""
+
+    lowest: float | None = None
+    """The lowest held-out loss up to now, where `patience` counts."""
+    lowest_at: int = 0
+    """The step after which it was measured."""
+    waited: int = 0
+    """Evaluations in a row since then."""
 
 
 class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Supervised, state=SupervisedState):
@@ -35,7 +47,14 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Sup
         )
         bound += "" if stage.wall_time is None else f" or {stage.wall_time:g} s"
         wrong = f", {stage.wrong:.0%} of them wrong" if stage.wrong else ""
-        parts.say(f"{stage.name}: imitate '{stage.style}' texts{wrong}; {stage.batch} a step, {bound}")
+        source = self.setting.environment.train
+        passes = "" if self.limit is not None else passes_words(source, stage)
+        parts.say(f"{stage.name}: imitate '{stage.style}' texts{wrong}; {stage.batch} a step, {bound}{passes}")
+        if passes and many_passes(source, stage):
+            parts.say(
+                f"warning: {stage.name} takes{passes.removeprefix(',')}: it will know them by heart. Set"
+                f" {stage.name}.epochs=3, or {stage.name}.patience=3 with {stage.name}.eval_every"
+            )
         self.roles = SupervisedRoles(
             **data_parts(self),
         )
@@ -50,3 +69,30 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Sup
                 h.environment, h.renderer, h.dialogue, self.stage, seed=seed, step=before, context=h.context
             )
         return DataBatch(index, batch)
+
+    def enough(self, report: EvaluationReport | None) -> str:
+        s, patience = self.state, self.stage.patience
+        if patience and self.heldout_loss is not None:
+            loss = self.heldout_loss.score.mean
+            if s.lowest is None or loss < s.lowest:
+                s.lowest, s.lowest_at, s.waited = loss, s.step, 0
+            else:
+                s.waited += 1
+            if s.waited >= patience:
+                return (
+                    f"held-out loss was lowest after step {s.lowest_at} ({s.lowest:.3f}), and {patience} evaluations"
+                    f" since were not lower; stopped at step {s.step}"
+                )
+        return super().enough(report)
+
+
+def many_passes(source: TaskSource, stage: Supervised) -> bool:
+    """Whether a stage meets the same rows more often than anything is learned from."""
+    return bool(source.count) and stage.steps * stage.batch > MANY * (source.count or 1)
+
+
+def passes_words(source: TaskSource, stage: Supervised) -> str:
+    """How often the stage meets its data, in words; empty where it is generated without end."""
+    if not source.count:
+        return ""
+    return f", {stage.steps * stage.batch / source.count:.3g} passes over {source.count:,} rows"

@@ -1,0 +1,58 @@
+"""What a stage leaves as its result, and the words in which its end is told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from posttrain.controller.stages.progress import StageResult
+from posttrain.core.heldout import loss_words
+from posttrain.core.stage import starts
+from posttrain.role.evaluate import EvaluationReport
+
+if TYPE_CHECKING:
+    from posttrain.controller.stages.driver import Driver
+
+
+def result_of(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -> StageResult:
+    """The result of a stage that has taken its last step. `report`: of the evaluation after it."""
+    s, stage = driver.state, driver.stage
+    return StageResult(
+        name=stage.name,
+        kind=type(stage).__name__.lower(),
+        steps=s.step,
+        optimizer_steps=s.optimizer_steps,
+        seconds=driver.seconds(),
+        roles={k: round(v, 3) for k, v in driver.clock.total.items()},
+        peaks=dict(driver.clock.most),
+        accuracy=report.accuracy.known if report else None,
+        greedy=report.greedy.mean if report and report.greedy and report.greedy.known else None,
+        pass_at={str(k): x.mean for k, x in report.pass_at.items()} if report else {},
+        before=s.before,
+        why=s.ended or f"all {stage.steps} steps",
+        start=starts(driver.parts.run.stages, stage),
+        time_of=stage.time_of,
+        hands_on=stage.hands_on,
+        reward=report.reward.known if report else None,
+        reward_before=s.reward_before,
+        graded=report is not None and report.graded,
+        proxy=report.proxy.known if report and report.proxy else None,
+        proxy_before=s.proxy_before,
+        agreement=driver.agreed.accuracy.known if driver.agreed else None,
+        agreement_before=s.agreement_before,
+        loss=driver.heldout_loss.score.known if driver.heldout_loss else None,
+        loss_before=s.loss_before,
+    )
+
+
+def measured_words(result: StageResult) -> str:
+    """What was measured at the end of a stage, for a line that people read; '' where nothing was."""
+    out = f"; held-out accuracy {result.accuracy[0]:.3f}" if result.accuracy else ""
+    if result.reward and result.graded:
+        out += f", mean reward {result.reward[0]:.3f}"
+    if result.proxy:
+        out += f"; its reward pays {result.proxy[0]:.3f}"
+    if result.agreement:
+        out += f"; {result.agreement[0]:.3f} of held-out pairs ordered as judged"
+    if result.loss:
+        out += f"; {loss_words(result.loss[0])}"
+    return out

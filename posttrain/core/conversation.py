@@ -1,0 +1,71 @@
+"""A conversation to imitate: its messages, and how much each of them counts; and what writes one as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from posttrain.core.errors import InvariantError
+from posttrain.core.types import Message
+
+Turns = Literal["all", "last"]
+"""Which turns of a row are learned: each that counts, or the last one of them alone."""
+
+
+@dataclass(frozen=True)
+class LearnedConversation:
+    """All messages of a row in order, or a text; and a weight for each: 0 is seen and not learned.
+
+    >>> c = LearnedConversation(({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}), (0.0, 1.0))
+    >>> c.learned
+    (1,)
+    """
+
+    messages: str | tuple[Message, ...]
+    weights: tuple[float, ...]
+    """One a message; of a text, one."""
+
+    def __post_init__(self) -> None:
+        if len(self.weights) != (1 if isinstance(self.messages, str) else len(self.messages)):
+            raise InvariantError(f"a conversation of {len(self.messages)} messages has {len(self.weights)} weights")
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """The places of the messages that are learned."""
+        return tuple(i for i, w in enumerate(self.weights) if w > 0)
+
+    @property
+    def last(self) -> LearnedConversation:
+        """The same, of which the last learned message alone is learned."""
+        at = self.learned[-1:]
+        return replace(self, weights=tuple(w if i in at else 0.0 for i, w in enumerate(self.weights)))
+
+    def after(self, prompt: str | Sequence[Message]) -> bool:
+        """Whether it is this prompt with one message that counts 1 behind it: a completion and nothing more."""
+        if isinstance(self.messages, str) or isinstance(prompt, str):
+            return False
+        own = self.messages[:-1] == tuple(prompt)
+        return own and self.weights[-1] == 1 and not any(self.weights[:-1])
+
+
+class PairRenderer(Protocol):
+    """Demonstrations as tokens."""
+
+    def pair(
+        self, prompt: str | Sequence[Message], completion: str, task: str = "", tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(prompt ids, completion ids that end in exactly one stop token), int32. Errors name the task."""
+        ...
+
+    def conversation(
+        self, c: LearnedConversation, task: str = "", tools: Sequence[Mapping[str, Any]] = (), arguments: bool = True
+    ) -> Sequence[tuple[np.ndarray, np.ndarray]]:
+        """(ids int32, weights float64) of each sequence of a conversation. Weight 0 is seen and not learned."""
+        ...
+
+    def completion_ids(self, text: str, *, chat: bool = False, task: str = "", behind: Any = ()) -> np.ndarray:
+        """int32 ids of a turn demonstrated `behind` others. It ends in one stop token: that of chats, or of text."""
+        ...
