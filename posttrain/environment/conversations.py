@@ -70,7 +70,7 @@ def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: b
         before = chat.render(messages[:i], generate=True, tools=tools)
         found = _written(chat, whole, before, messages[i], i == c.learned[-1])
         if isinstance(found, WrittenTurn):
-            together.append((i, found))
+            (together if whole.startswith(found.before) else apart).append((i, found))
             continue
         alone = found
         if render.history == "rewrite" and i != c.learned[-1]:

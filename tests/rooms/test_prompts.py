@@ -325,7 +325,7 @@ async def test_an_answer_is_read_as_a_response_would_give_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "raw", "says"),
     [
-        ("p.jsonl.gz", gzip.compress(b"{}"), "this is gzip: unpack it"),
+        ("p.jsonl.gz", gzip.compress(b"{}", mtime=0), "this is gzip: unpack it"),
         ("p.csv", b"prompt,answer\na,3\n", "this is CSV"),
         ("p.tsv", b"prompt\tanswer\na\t3\n", "this is TSV"),
         ("p.xlsx", b"PK\x03\x04" + bytes(20), "Excel"),
