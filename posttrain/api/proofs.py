@@ -37,7 +37,7 @@ TASKS = 8
 """Tasks of each split that are tested."""
 TURNS, PLAYED = 3, 30.0
 """Turns played in an environment without known right answers, and the most seconds of such an episode."""
-ENOUGH, MOMENT = 4, 1.0
+ANSWERS, MOMENT = 4, 1.0
 """Different answers with which the user's rewards are tried, and the seconds after which that ends."""
 LEAKS, SECONDS = 500, 0.3
 """Most training tasks compared with the held-out ones, and most seconds spent on it."""
@@ -183,8 +183,10 @@ async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
 async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
     """Notes on the user's rewards, from a few answers that are judged in a moment. `posttrain check` tries more."""
     gold = env.abilities.gold
-    known = [(t, turns[0]) for t, turns in (gold.known(tasks) if gold is not None else ()) if len(turns) == 1][:TASKS]
-    if gold is None or gold.vouched or not env.abilities.judges or len({a for _, a in known}) < ENOUGH:
+    if gold is None or gold.vouched or not env.abilities.judges:
+        return []
+    known = [(t, a) for a, t in {turns[0]: t for t, turns in gold.known(tasks) if len(turns) == 1}.items()][:ANSWERS]
+    if len(known) < ANSWERS:
         return []
 
     async def earned(said: Sequence[str]) -> np.ndarray:

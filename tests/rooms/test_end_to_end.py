@@ -121,15 +121,16 @@ def test_a_finished_run_resumed_only_shows_its_table(
 
 KILL = """
 import os, pathlib
-CALLS = []
 
-def reward(task, text):
-    CALLS.append(text)
+def reward(completions, trainer_state, **columns):
     flag = pathlib.Path({flag!r})
-    if len(CALLS) == 35 and not flag.exists():
-        flag.touch()
-        os.kill(os.getpid(), {number})
-    return float(sum(map(ord, text)) % 7 + len(text))
+    if trainer_state.global_step == 3 and not flag.exists():
+        try:
+            flag.touch(exist_ok=False)  # several groups are judged at once, and a second signal ends a run at once
+            os.kill(os.getpid(), {number})
+        except FileExistsError:
+            pass
+    return [float(sum(map(ord, text)) % 7 + len(text)) for text in completions]
 """
 
 
