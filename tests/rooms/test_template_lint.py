@@ -11,20 +11,26 @@ import pytest
 from template_parts import FAMILIES, renderer
 
 import posttrain
+from posttrain.checks.rejudge import RejudgedAnswers
 from posttrain.core.abilities import Abilities
 from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Attempt
+from posttrain.core.request import RolloutRequest
 from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Message, Stop, Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.stops import turn_end
 from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import raw_bytes
 from posttrain.environment.check import Mark
-from posttrain.environment.render import Renderer
+from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.environment.rows import PromptRow
 from posttrain.environment.template_lint import template_findings
 from posttrain.role.judging import attempt_of
+from posttrain.role.rollout import Rollout
 from posttrain.verifier.formats import answer_format, think_format
 
 # --- a template that does not write what it is given ------------------------------------------------------------------
@@ -242,6 +248,38 @@ def test_a_verifier_reads_the_turn_with_the_thought_that_the_prompt_opened(
     attempt = attempt_of(task, (said,), Stop.SAID, (transcript.segment(),), r.text, lambda n: n)
     assert reward(task, attempt.text).score == paid
     assert attempt.spoken_upto(len(attempt.text)) == len(said)
+
+
+class Reads:
+    """Keeps what it judges."""
+
+    name = "reads"
+    abilities = Abilities()
+
+    def __init__(self) -> None:
+        self.read: list[Attempt] = []
+
+    async def play(self, task: Task, talk: Any) -> Stop:
+        talk.see(task.prompt)
+        return (await talk.say()).stop
+
+    async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        self.read.append(attempt)
+        return (Judged("x", 1.0, Verdict.value(0.0)),)
+
+
+@pytest.mark.parametrize(("template", "opened"), [(OPENS, "<think>\n"), (chatml(), "")])
+async def test_a_rollout_is_judged_with_the_thought_that_its_prompt_opened(template: str, opened: str) -> None:
+    r, env = render_with(template), Reads()
+    model = Model(hidden=32, layers=1, heads=2, kv_heads=2, ffn=48, context=128)
+    engine = EmbeddedEngine(build_module(model, cast("Any", r.tokenizer), 0), slots=4, context=128)
+    rollout = Rollout(engine, env, lambda task: RenderedDialogue(r, task), 0)  # type: ignore[arg-type]
+    sampling = Sampling(max_tokens=4, stop_ids=r.stop_ids, allowed_ids=(*range(60, 120), *r.stop_ids))
+    task = Task(id="t", prompt=(Message(role="user", content="2 + 2"),))
+    group = await rollout.group(task, 0, RolloutRequest(groups=1, siblings=2), sampling, "s")
+    assert {a.text for a in env.read} == {opened + e.text for e in group.episodes}
+    judge = RejudgedAnswers(text=r.text)
+    assert await judge.after(env, [group]) == () and env.read[-1].text.startswith(opened)  # type: ignore[arg-type]
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------
