@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ def route_attention(module: PreTrainedModel) -> None:
     attention.register()
     led = [part for part in module.modules() if type(part).__name__ in _REROUTE]
     for part in led:
-        _REROUTE[type(part).__name__](part)
+        name, method = _REROUTE[type(part).__name__]
+        setattr(part, name, partial(method, part))  # a bound method is pickled as the name of the class's own
     config = module.config.get_text_config(decoder=True)
     if led:
         config._attn_implementation = attention.NAME
@@ -60,13 +61,8 @@ def route_attention(module: PreTrainedModel) -> None:
 @contextmanager
 def as_built(module: PreTrainedModel) -> Iterator[None]:
     """Inside, `module` attends with transformers' own plain code, and the layout has no effect."""
-    replaced = [
-        (p, n, p.__dict__.pop(n))
-        for p in module.modules()
-        if type(p).__name__ in _REROUTE
-        for n in METHODS
-        if n in p.__dict__
-    ]
+    led = [(p, _REROUTE[type(p).__name__][0]) for p in module.modules() if type(p).__name__ in _REROUTE]
+    replaced = [(p, name, p.__dict__.pop(name)) for p, name in led if name in p.__dict__]
     configs = {id(c): c for p in module.modules() if (c := getattr(p, "config", None)) is not None}
     ours = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == attention.NAME]
     for config in ours:
@@ -80,10 +76,6 @@ def as_built(module: PreTrainedModel) -> Iterator[None]:
             part.__dict__[name] = method
 
 
-METHODS = ("_attn", "forward")
-"""What `route_attention` replaces on an attention module."""
-
-
 def _attended(
     part: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None = None
 ) -> Tensor:
@@ -93,74 +85,55 @@ def _attended(
     return out.transpose(1, 2).to(value.dtype)
 
 
-def _gptj(part: Any) -> None:
+def _gptj(
+    self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+) -> tuple[Tensor, None]:
     """GPT-J and CodeGen: scores are divided by the root of the head width."""
-
-    def attend(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        return _attended(self, query, key, value, 1 / float(self.scale_attn)), None
-
-    part._attn = MethodType(attend, part)
+    return _attended(self, query, key, value, 1 / float(self.scale_attn)), None
 
 
-def _gpt_neo(part: Any) -> None:
+def _gpt_neo(
+    self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+) -> tuple[Tensor, None]:
     """GPT-Neo: scores are not scaled, and every other layer sees a window."""
-
-    def attend(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        window = self.config.window_size if self.attention_type == "local" else None
-        return _attended(self, query, key, value, 1.0, window), None
-
-    part.layer_idx = part.layer_id
-    part._attn = MethodType(attend, part)
+    self.layer_idx = self.layer_id
+    window = self.config.window_size if self.attention_type == "local" else None
+    return _attended(self, query, key, value, 1.0, window), None
 
 
-def _gpt_neox_japanese(part: Any) -> None:
-    def attend(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        return _attended(self, query, key, value, 1 / float(self.norm_factor)), None
-
-    part._attn = MethodType(attend, part)
+def _gpt_neox_japanese(
+    self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+) -> tuple[Tensor, None]:
+    return _attended(self, query, key, value, 1 / float(self.norm_factor)), None
 
 
-def _falcon(part: Any) -> None:
+def _falcon(self: Any, hidden_states: Tensor, alibi: Tensor | None, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Falcon with rotary positions. ALiBi's biases are refused."""
-    rotate: Callable[..., tuple[Tensor, Tensor]] = importlib.import_module(type(part).__module__).apply_rotary_pos_emb
-
-    def forward(
-        self: Any, hidden_states: Tensor, alibi: Tensor | None, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        if alibi is not None:
-            raise EngineError(
-                f"{type(self).__name__} adds ALiBi's position biases to its attention scores, which are not applied"
-                f" here. {WANTED}"
-            )
-        query, key, value = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
-        query, key = rotate(query, key, *kwargs["position_embeddings"])
-        return self.dense(_attended(self, query, key, value, self.inv_norm_factor).transpose(1, 2).flatten(2)), None
-
-    part.forward = MethodType(forward, part)
-
-
-def _xglm(part: Any) -> None:
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        split = hidden_states.shape[-1] // self.head_dim, self.head_dim
-        query, key, value = (
-            p(hidden_states).unflatten(-1, split).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+    if alibi is not None:
+        raise EngineError(
+            f"{type(self).__name__} adds ALiBi's position biases to its attention scores, which are not applied here."
+            f" {WANTED}"
         )
-        return self.out_proj(_attended(self, query, key, value, self.scaling).transpose(1, 2).flatten(2)), None
+    query, key, value = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
+    rotate: Callable[..., tuple[Tensor, Tensor]] = importlib.import_module(type(self).__module__).apply_rotary_pos_emb
+    query, key = rotate(query, key, *kwargs["position_embeddings"])
+    return self.dense(_attended(self, query, key, value, self.inv_norm_factor).transpose(1, 2).flatten(2)), None
 
-    part.forward = MethodType(forward, part)
+
+def _xglm(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    split = hidden_states.shape[-1] // self.head_dim, self.head_dim
+    query, key, value = (
+        p(hidden_states).unflatten(-1, split).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    return self.out_proj(_attended(self, query, key, value, self.scaling).transpose(1, 2).flatten(2)), None
 
 
-_REROUTE: dict[str, Callable[[Any], None]] = {
-    "GPTJAttention": _gptj,
-    "CodeGenAttention": _gptj,
-    "GPTNeoSelfAttention": _gpt_neo,
-    "GPTNeoXJapaneseAttention": _gpt_neox_japanese,
-    "FalconAttention": _falcon,
-    "XGLMAttention": _xglm,
+_REROUTE: dict[str, tuple[str, Callable[..., tuple[Tensor, None]]]] = {
+    "GPTJAttention": ("_attn", _gptj),
+    "CodeGenAttention": ("_attn", _gptj),
+    "GPTNeoSelfAttention": ("_attn", _gpt_neo),
+    "GPTNeoXJapaneseAttention": ("_attn", _gpt_neox_japanese),
+    "FalconAttention": ("forward", _falcon),
+    "XGLMAttention": ("forward", _xglm),
 }
+"""The method that `route_attention` replaces on each module of this class, and by what."""

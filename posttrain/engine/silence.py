@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,9 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
 
 def _keep_in_evaluation(part: nn.Module) -> None:
     """Make `train()` on this module, or on one above it, change its children but not
-    itself. Survives `copy.deepcopy`."""
+    itself. Survives `copy.deepcopy`, and the way into another process."""
     part.training = False
-    part.train = MethodType(_only_children, part)  # type: ignore[method-assign]
+    part.train = partial(_only_children, part)  # type: ignore[method-assign]
 
 
 def _only_children(self: nn.Module, mode: bool = True) -> nn.Module:

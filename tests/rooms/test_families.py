@@ -4,6 +4,8 @@ reason."""
 from __future__ import annotations
 
 import asyncio
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Segment
+from posttrain.engine import adopt
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy
@@ -150,6 +153,17 @@ def test_a_variant_that_needs_more_than_keys_and_values_is_refused(
     write(tmp_path, family, **changes)
     with pytest.raises(EngineError, match=says):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("family", adopt.REROUTED)
+def test_a_replaced_attention_survives_the_way_into_another_process(family: str, tmp_path: Path) -> None:
+    policy = load(write(tmp_path, family))
+    there: Policy = pickle.loads(pickle.dumps(replace(policy.twin(), reward_head=None)))
+    ids = np.arange(2, 20).astype(np.int32)
+    found = [asyncio.run(EmbeddedEngine(p.module, slots=2, context=p.context).score(ids)) for p in (policy, there)]
+    assert np.array_equal(*found)
+    replaced = {name for part in there.module.modules() for name in ("_attn", "forward") if name in part.__dict__}
+    assert len(replaced) == 1, "the attention that was sent is transformers' own"
 
 
 @pytest.mark.parametrize("family", ["gptj", "gpt_neo", "falcon", "stablelm", "nemotron", "xglm", "codegen"])

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 import posttrain
 from posttrain.api.environments import make_environment
 from posttrain.api.overrides import apply
+from posttrain.controller import step as steps
 from posttrain.controller.stages.reject import RejectionDriver
 from posttrain.core import reader
 from posttrain.core.abilities import hints
 from posttrain.core.batch import Batch
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, RunFolderError
-from posttrain.core.gauge import Step
+from posttrain.core.gauge import Gauge, Step
 from posttrain.core.pieces.keep import Best, Keep, Passing, Rising, TopShare
 from posttrain.core.rejection import METHODS, RAFT, REST, RFT, STAR, Rejection, RejectionMethod
 from posttrain.core.run import Env, Optimizer, Run
@@ -51,6 +52,7 @@ from posttrain.role.kept import (
     to_ask_again,
 )
 from posttrain.role.kept import write as write_candidates
+from posttrain.role.trainer import NonFiniteGradient, Trainer
 from tests.tiny import play, tiny_parts, tiny_run
 
 SAMPLING = Sampling(stop_ids=(0,), temperature=0.7)
@@ -349,6 +351,22 @@ def test_start_begins_every_round_with_the_first_weights(tmp_path: Path, monkeyp
     seen.clear()
     asyncio.run(play(tiny_parts(tmp_path / "last", reject_run(method=RAFT))))
     assert all(before == after for before, after in seen) and len({*seen}) == 3
+
+
+def test_a_step_that_is_left_out_is_not_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in float16, or where a mixture overflows: the weights stay, and so does their version."""
+    taken = Trainer.step
+
+    def overflows(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["index"] == 2 and self.version > 40:  # after the 40 steps of imitation
+            raise NonFiniteGradient(float("inf"), 2, [0], 6)
+        return taken(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "step", overflows)
+    monkeypatch.setattr(steps, "left_out", lambda roles, batch, index, why: ({"optim/steps": Gauge(0, 1)}, str(why)))
+    asyncio.run(play(tiny_parts(tmp_path / "run", reject_run(method=RAFT, rounds=4))))
+    versions = [s.version for s in lines(tmp_path / "run")]
+    assert len(versions) > 2 and versions[1] == versions[0]
 
 
 @pytest.mark.prove

@@ -220,7 +220,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
             batch = await self._batch(ones, work.index)
         step = await learn_from(h, DataBatch(work.index, batch), Likelihood(), "kept completion", sampled, first=False)
         with self.clock.of("sync"):
-            await h.sync.push(self.trainer.version)
+            await h.sync.follow(self.trainer.version)
         return step
 
     async def _open_round(self, work: RejectionWork) -> tuple[Gauges, tuple[str, ...]]:
