@@ -372,7 +372,10 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "api/main.py",
             "api/endpoint.py",
             "api/hub.py",
+            "core/net.py",
             "serve/",
+            "web/",
+            "lab/server.py",
             "sandbox/remote.py",
             "sandbox/reference_server.py",
         ),
@@ -381,8 +384,8 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Row -> (modules that could do the harm, where they may be imported). A worker's pickle travels to a child of ours,
 and one of ranks between the processes of one run;
 the index of a sharded checkpoint is read by an unpickler that knows what torch writes there, and nothing else;
-the record names an exception of numpy's; what speaks HTTP speaks with the address that the user configured, and no
-task, tool or policy names one."""
+the record names an exception of numpy's; what speaks HTTP speaks with the address that the user configured or serves
+pages to this machine, and no task, tool or policy names one."""
 
 
 @cache

@@ -119,7 +119,7 @@ def test_what_was_not_shown_is_refused_by_name_before_weights_are_read(tmp_path:
     config = json.loads((folder / "config.json").read_text())
     for kind, changes in (("xlstm", {}), ("brand_new", {"layer_types": ["gated_delta", "full_attention"]})):
         (folder / "config.json").write_text(json.dumps(config | {"model_type": kind} | changes))
-        with pytest.raises(EngineError, match=f"{kind} keeps a recurrent state.*Use a model whose layers all attend"):
+        with pytest.raises(EngineError, match=f"{kind} keeps a recurrent state.*Use a decoder-only causal LM"):
             load_policy(Model(path=str(folder)), None, 0)
 
 

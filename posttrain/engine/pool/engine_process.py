@@ -18,6 +18,7 @@ import queue
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import traceback
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from posttrain.core.lifetime import begun
+from posttrain.core.visible import tell
 from posttrain.engine.pool.host import OpenCalls
 from posttrain.engine.pool.hosted import EngineEnded, EngineReport, Hosted, HostStart, portable
 
@@ -98,7 +100,7 @@ def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, asked: asy
         except (EOFError, OSError):
             os._exit(0)
         except BaseException:  # else this process would live and answer nothing any more
-            traceback.print_exc()
+            tell(traceback.format_exc(), file=sys.stderr)
             os._exit(1)
         loop.call_soon_threadsafe(asked.put_nowait, message)
 

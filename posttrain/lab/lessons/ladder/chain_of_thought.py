@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from posttrain.core.visible import tell
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Break, Claim, Lesson, Options, Readout, Slider, Values
 from posttrain.toy.answers import said_logp
 from posttrain.toy.chains import Chain
@@ -145,7 +146,7 @@ def measure() -> None:
     """Print the record anew."""
     torch.set_num_threads(1)
     for mode in MODES:
-        print(mode, {d: round([a for _, a, _ in train(d, mode, 0, 96)][-1], 3) for d in range(2, 7)})
+        tell(f"{mode} { {d: round([a for _, a, _ in train(d, mode, 0, 96)][-1], 3) for d in range(2, 7)} }")
 
 
 if __name__ == "__main__":
