@@ -23,6 +23,7 @@ from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.stages import Progress, Stages, where
 from posttrain.controller.stages.driver import DRIVERS, Driver
 from posttrain.controller.stages.progress import StageState
+from posttrain.controller.stages.reinforce import ReinforceDriver
 from posttrain.core import files, reader
 from posttrain.core.asks import Kind, asks, decided
 from posttrain.core.checkpoint import find, scan
@@ -230,6 +231,34 @@ async def test_a_stage_cut_behind_its_last_evaluation_is_gone_on_with(tmp_path: 
     ]
     assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
     assert equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_stage_cut_before_its_first_checkpoint_has_the_record_of_one_that_was_not(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights were evaluated at the end of the stage before, or are evaluated before its first step where it starts
+    from others."""
+    run = tiny_run(steps=2, checkpoint_every=0, start="start" if own else None)
+    run = replace(run, stages=(replace(run.stages[0], eval=True, steps=4), run.stages[1]))
+    remember = ReinforceDriver.remember
+
+    def killed(self: ReinforceDriver, asked: Any, step: Step) -> Step:
+        if not list(tmp_path.glob("killed")):
+            (tmp_path / "killed").touch()
+            raise KeyboardInterrupt
+        return remember(self, asked, step)
+
+    monkeypatch.setattr(ReinforceDriver, "remember", killed)
+    with pytest.raises(KeyboardInterrupt):
+        posttrain.run(run, out=tmp_path / "cut", quiet=True)
+    posttrain.run(resume=tmp_path / "cut", quiet=True)
+    posttrain.run(run, out=tmp_path / "whole", quiet=True)
+    files_of = [
+        [(row.stage, row.index, row.kind) for row in reader.episode_files(tmp_path / n)] for n in ("cut", "whole")
+    ]
+    assert files_of[0] == files_of[1] and (("rl", 0, "eval") in files_of[1]) is own
+    assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
 
 
 async def test_a_stage_that_is_not_checkpointed_says_so(tmp_path: Path) -> None:

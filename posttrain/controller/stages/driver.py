@@ -18,7 +18,7 @@ from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.parts import MeasuredReport, RunParts
 from posttrain.controller.stages.kept_weights import keep, load_kept
 from posttrain.controller.stages.progress import Progress, Reopening, StageResult, StageState, state_fingerprint
-from posttrain.controller.stages.stage_result import measured_words, result_of
+from posttrain.controller.stages.stage_result import is_recorded, measured_words, result_of
 from posttrain.core import reader
 from posttrain.core.abilities import declared
 from posttrain.core.batch import Packed
@@ -325,8 +325,7 @@ class Driver(ABC, Generic[S, T, A]):
         if report.failed and self.state.step:  # before the first step the pass rate says it
             parts.say(f"{self.stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
         parts.measured = MeasuredReport(parts.version, sampling, environment, judges, report)
-        # of a stage cut behind it
-        if parts.run.record_episodes and not parts.book.holds_evaluation(self.stage.name, self.state.step):
+        if parts.run.record_episodes and not is_recorded(self, judges):
             parts.book.write_evaluation(self.stage.name, self.state.step, report.groups)
         return report
 

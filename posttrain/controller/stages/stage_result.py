@@ -56,3 +56,18 @@ def measured_words(result: StageResult) -> str:
     if result.loss:
         out += f"; {loss_words(result.loss[0])}"
     return out
+
+
+def is_recorded(driver: Driver[Any, Any, Any], judges: tuple[str, ...]) -> bool:
+    """Whether the record has the evaluation of a stage's weights of now: of a stage that was cut behind it, or, before
+    the first step, as the last one of the stage before, which evaluated the same weights in the same way. A run that
+    goes on from there measures them again."""
+    parts, stage, results = driver.parts, driver.stage, driver.progress.results
+    if parts.book.holds_evaluation(stage.name, driver.state.step):
+        return True
+    if driver.state.step or not results or starts(parts.run.stages, stage) != results[-1].name:
+        return False
+    before = parts.run.stage(results[-1].name)
+    ways = [(parts.sampling(s), parts.run.env_of(s)) for s in (before, stage)]
+    same = ways[0] == ways[1] and judges == tuple(j.name for j in parts.judged_setting(before).rollout.judges)
+    return same and before.hands_on and parts.book.holds_evaluation(before.name, results[-1].steps)
