@@ -33,20 +33,29 @@ COARSE = 100.0
 """How many times a judge's declared resolution the noise of its scores may be."""
 
 
-def read_alone(member: JudgeMember, episode: Episode) -> Packed | None:
-    """What a reward model should read of an episode, and nothing else: all of its last segment; or, with a tokenizer of
-    its own, the conversation as its own chat template writes it. None if that cannot be told or read."""
+def _packed(ids: np.ndarray, mask: np.ndarray) -> Packed:
+    logp = np.where(mask, 0.0, np.nan).astype(np.float32)
+    return Packed.of([Segment(ids, mask, logp, np.where(mask, 0, -1).astype(np.int32), READ)])
+
+
+def read_alone(episode: Episode) -> Packed:
+    """The tokens of an episode as a reward model should read them: all of its last segment, and nothing else."""
+    return _packed(episode.segments[-1].ids, episode.segments[-1].mask)
+
+
+def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
+    """What one reward model should read of an episode: its tokens; or, with a tokenizer of its own, the conversation as
+    its own chat template writes it. None if that cannot be told or read."""
     if member.renderer is None:
-        ids, mask = episode.segments[-1].ids, episode.segments[-1].mask
+        packed = read_alone(episode)
     else:
         try:
             seen, said = _anew(cast("Renderer", member.renderer), episode)
         except DataError:
             return None
         ids, mask = np.append(seen, said).astype(np.int32), np.arange(len(seen) + len(said)) >= len(seen)
-    logp = np.where(mask, 0.0, np.nan).astype(np.float32)
-    packed = Packed.of([Segment(ids, mask, logp, np.where(mask, 0, -1).astype(np.int32), READ)])
-    return packed if len(ids) <= member.context else None
+        packed = _packed(ids, mask)
+    return packed if len(packed.ids_N) <= member.context else None
 
 
 def _anew(render: Renderer, episode: Episode) -> tuple[Sequence[int] | np.ndarray, np.ndarray]:
@@ -63,7 +72,7 @@ def _anew(render: Renderer, episode: Episode) -> tuple[Sequence[int] | np.ndarra
 
 def scored_again(judge: RewardModelJudge, episode: Episode) -> float | None:
     """The score of an episode by itself, as each model should read it; None where one cannot read it."""
-    read = [read_alone(m, episode) for m in judge.members]
+    read = [read_by(m, episode) for m in judge.members]
     each = [float(m.scorer.rewards(r)[0]) for m, r in zip(judge.members, read, strict=True) if r is not None]
     if len(each) < len(read) or not np.all(np.isfinite(each)):
         return None

@@ -12,6 +12,8 @@ import torch
 from posttrain.algorithm.losses import Likelihood
 from posttrain.checks.data import same_question
 from posttrain.core.batch import Batch
+from posttrain.core.conversation import LearnedConversation
+from posttrain.core.errors import DataError
 from posttrain.core.scores import TokenScores
 from posttrain.core.types import Message, Segment, Task
 from posttrain.faults.registry import planted
@@ -50,6 +52,11 @@ class LetterTexts:
         self, prompt: str | Sequence[Message], completion: str, task: str = "", tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[np.ndarray, np.ndarray]:
         return ids(str(prompt)), self.completion_ids(completion)
+
+    def conversation(
+        self, c: LearnedConversation, task: str = "", tools: Sequence[Mapping[str, Any]] = (), arguments: bool = True
+    ) -> Sequence[tuple[np.ndarray, np.ndarray]]:
+        raise DataError("a word and its reversal is no conversation of several turns")
 
     def completion_ids(self, text: str, *, chat: bool = False, task: str = "", behind: Any = ()) -> np.ndarray:
         return ids(f"{text}#")
