@@ -15,6 +15,7 @@ from posttrain.core.ports import Environment
 from posttrain.core.run import Run, Supervised
 from posttrain.environment.columns import Columns
 from posttrain.environment.rows import source_rows
+from posttrain.role.prompts import RevisitingTasks
 
 READS_ANSWER = ("exact", "last_integer", "contains", "math")
 """Built-in rewards that compare with the column of answers."""
@@ -28,6 +29,8 @@ def without_answers(run: Run, given: Collection[str], objects: Given) -> tuple[R
         ConfigError: a stage samples, and would have no reward left. The message has the line that is missing.
     """
     env = run.env
+    if env.mix and "env.prompts" not in given:
+        raise ConfigError("env.mix is mixed with env.prompts, which is the example of the recipe: give env.prompts")
     theirs = "env.prompts" in given and not any(g.split(".")[:2] == ["env", "rewards"] for g in given)
     if env.name != "prompts" or env.prompts is None or not theirs:
         return run, ()
@@ -47,9 +50,9 @@ def without_answers(run: Run, given: Collection[str], objects: Given) -> tuple[R
 
 def _rows(env: Env, columns: Columns, objects: Given) -> Iterator[tuple[str, Mapping[str, object]]]:
     """The rows that are objects; what is wrong with others is said where they are read."""
-    path = env.prompts or ""
-    rows = objects.rows(path) if is_inline(path) else source_rows(path, columns.split)
-    return ((place, row) for place, row in rows if isinstance(row, Mapping))
+    for path, _ in env.data:
+        rows = objects.rows(path) if is_inline(path) else source_rows(path, columns.split)
+        yield from ((place, row) for place, row in rows if isinstance(row, Mapping))
 
 
 def with_epochs(
@@ -69,7 +72,8 @@ def with_epochs(
         if not isinstance(stage, Supervised) or stage.epochs is None:
             continue
         env = environment if stage.env is None else others[stage.name]
-        count = env.train.count
+        source = env.train
+        count = sum(n for _, n in source.passes(1)) if isinstance(source, RevisitingTasks) else source.count
         if not count:
             raise ConfigError(
                 f"{stage.name}.epochs={stage.epochs:g}: environment {env.name!r} makes its tasks"

@@ -136,7 +136,8 @@ def data_size(env: Env, objects: Given = Given()) -> DataSize | None:
 
     columns = PromptsEnv(**checked(env.name, PromptsEnv, env.args))
     rows = completions = judged = prompt = completion = both = 0
-    for _, row in checked_rows(env.prompts, columns, objects):
+    every = (pair for path, _ in env.data for pair in checked_rows(path, columns, objects))
+    for _, row in every:
         if not isinstance(row, PromptRow):  # it is left out
             continue
         asked = sum(len(t.encode()) for t in texts_of(row.task.prompt))

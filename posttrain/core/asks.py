@@ -116,6 +116,11 @@ def _data(name: str) -> Found:
     return Kind.OUTSIDE, what, (name,)
 
 
+def _mixed(sets: tuple[tuple[str, float], ...]) -> Found:
+    found = [asked for name, _ in sets if (asked := _data(name)) is not None]
+    return (Kind.OUTSIDE, " and ".join(x[1] for x in found), tuple(name for name, _ in sets)) if found else None
+
+
 def _sandbox(name: str) -> Found:
     if "://" in name:
         return Kind.ADDRESS, f"sends programs, and the token of the sandbox, to {name}"
@@ -156,6 +161,7 @@ DECIDED: dict[str, Decision] = {
     "Env.name": lambda x, _: _env(x),
     "Env.args": lambda x, env: (Kind.CODE, f"is given to the environment's code as {x!r}") if _env(env.name) else None,
     "Env.prompts": lambda x, _: _data(x),
+    "Env.mix": lambda x, _: _mixed(x),
     "Reward.function": lambda x, _: _reward(x),
     "Reward.meta": lambda x, _: _model(x),
     "SandboxSettings.name": lambda x, _: _sandbox(x),

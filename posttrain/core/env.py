@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -175,6 +176,9 @@ class Env:
     """The environment's own settings. An unknown one is an error that names the valid ones."""
     prompts: str | None = None
     """With env=prompts: a JSONL file or a `datasets` dataset (local directory or hub id)."""
+    mix: tuple[tuple[str, float], ...] = ()
+    """Further data sets, mixed with `prompts` by weight: `env.mix=code.jsonl:0.5,chat.jsonl:2`. `prompts` has weight 1,
+    and each has its share of the rows that are learned, however many it has. Each holds rows out by its share too."""
     rewards: tuple[Reward, ...] = ()
     """What judges an answer: verifiers by their names, or `path.py:function`; several with commas. With env=prompts at
     least one. For other environments they are added to the environment's own."""
@@ -188,6 +192,11 @@ class Env:
     """The environment's own verdict is measured and not paid (`Reward.measured`): `rewards` alone pay."""
 
     @property
+    def data(self) -> tuple[tuple[str, float], ...]:
+        """The data sets, each with its weight."""
+        return () if self.prompts is None else ((self.prompts, 1.0), *self.mix)
+
+    @property
     def has_reward_models(self) -> bool:
         """Whether reward models or generative judges judge the answers, alone or beside others."""
         return any(r.by_model for r in self.rewards)
@@ -198,6 +207,12 @@ class Env:
             raise ConfigError("env.resolution: with env.name=prompts its rewards judge; set env.rewards.0.resolution")
         if self.measured and self.name == "prompts":
             raise ConfigError("env.measured: with env.name=prompts its rewards judge; set env.rewards.0.measured=true")
+        if self.mix and self.prompts is None:
+            raise ConfigError(
+                f"env.mix={self.mix[0][0]}: is mixed with the data of env.prompts, and there is none: give env.prompts"
+            )
+        if bad := [f"{path}:{w:g}" for path, w in self.mix if not path or not 0 < w < math.inf]:
+            raise ConfigError(f"env.mix={bad[0]}: write PATH:WEIGHT, weight > 0")
         if self.measured and not any(not r.measured for r in self.rewards):
             raise ConfigError(
                 "env.measured=true: the environment's own verdict is not paid, and nothing else is: give env.rewards,"

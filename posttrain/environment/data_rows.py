@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from posttrain.core.env import Env
 from posttrain.core.errors import DataError
 from posttrain.core.given import Given, is_inline
 from posttrain.environment.columns import UNFIT, JudgedColumns
@@ -23,6 +24,30 @@ class DataRows:
 
     rows: tuple[PromptRow, ...]
     without: tuple[str, ...] = ()
+    mixed: tuple[tuple[int, float], ...] = ()
+    """Of several data sets: how many rows each has, and its weight."""
+
+
+def read_all(config: Env, columns: JudgedColumns, given: Given) -> DataRows:
+    """The rows of `env.prompts`, and behind them those of `env.mix`.
+
+    Raises:
+        DataError: as of `read_rows`; or rows of two sets were judged in different ways.
+    """
+    found = [read_rows(path, columns, given) for path, _ in config.data]
+    if len(found) == 1:
+        return found[0]
+    rows: list[PromptRow] = []
+    taken: set[str] = set()
+    for number, one in enumerate(found):
+        _same_kind(found[0].rows[0], one.rows[0], columns)
+        for row in one.rows:
+            name = row.task.id if row.task.id not in taken else f"{row.task.id}@{number}"
+            rows.append(replace(row, task=replace(row.task, id=name)))
+        taken.update(r.task.id for r in rows[-len(one.rows) :])
+    sizes = zip(found, config.data, strict=True)
+    without = tuple(line for one in found for line in one.without)
+    return DataRows(tuple(rows), without, tuple((len(one.rows), weight) for one, (_, weight) in sizes))
 
 
 def read(path: str, columns: JudgedColumns | None = None, given: Given = Given()) -> tuple[PromptRow, ...]:

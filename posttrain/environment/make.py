@@ -48,7 +48,7 @@ def environment(config: Env, seed: int, given: Given = Given()) -> Any:
 
         args = checked(config.name, PromptsEnv, config.args)
         return read_tasks(config, args, seed, given)
-    if config.prompts is not None:
+    if config.data:
         raise ConfigError(
             f"env.prompts={config.prompts!r} is read only with env.name='prompts', but env.name={config.name!r}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,9 +21,10 @@ from posttrain.core.run import Env
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.columns import JudgedColumns
-from posttrain.environment.data_rows import read_rows
+from posttrain.environment.data_rows import read_all
 from posttrain.environment.judged_draws import JudgedData
 from posttrain.environment.judged_lint import lint
+from posttrain.environment.mixed import MixedTasks
 from posttrain.environment.rows import PromptRow, answer_text, digest, texts_of
 from posttrain.environment.single import Listed, SingleTurn
 from posttrain.environment.tools.loop import Loop
@@ -53,10 +55,12 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     rows: tuple[PromptRow, ...] = field(default=(), repr=False)
     without: tuple[str, ...] = field(default=(), repr=False)
     """Lines about rows that `leave_out` left out, or that can be read in two ways."""
+    mixed: tuple[tuple[int, float], ...] = field(default=(), repr=False)
+    """Of several data sets, whose rows stand one behind the other: how many rows each has, and its weight."""
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
-        return tuple(n for n in super().settings() if n not in ("rows", "without"))
+        return tuple(n for n in super().settings() if n not in ("rows", "without", "mixed"))
 
     @property
     def name(self) -> str:
@@ -64,14 +68,28 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     @cached_property
     def _held(self) -> frozenset[str]:
-        """The prompts with the smallest digests."""
-        distinct = sorted({r.key for r in self.rows})
-        if self.heldout_count and len(distinct) == 1:
+        """The prompts with the smallest digests, of each data set its share."""
+        if self.mixed:
+            total = sum(w for _, w in self.mixed)
+            counts = [max(1, round(self.heldout_count * w / total)) for _, w in self.mixed]
+            each = zip(self._sets, counts, strict=True)
+            return frozenset(k for rows, n in each if self.heldout_count for k in self._smallest(rows, n))
+        return self._smallest(self.rows, self.heldout_count)
+
+    @property
+    def _sets(self) -> list[tuple[PromptRow, ...]]:
+        """The rows of each data set."""
+        ends = list(itertools.accumulate(n for n, _ in self.mixed))
+        return [self.rows[end - n : end] for end, (n, _) in zip(ends, self.mixed, strict=True)]
+
+    def _smallest(self, rows: Sequence[PromptRow], count: int) -> frozenset[str]:
+        distinct = sorted({r.key for r in rows})
+        if count and len(distinct) == 1:
             raise ConfigError(
                 "there is one distinct prompt, so none can be held out: set env.heldout=0 to train on it without"
                 " evaluation"
             )
-        return frozenset(distinct[: min(self.heldout_count, max(1, len(distinct) // HELDOUT_SHARE))])
+        return frozenset(distinct[: min(count, max(1, len(distinct) // HELDOUT_SHARE))])
 
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
@@ -81,7 +99,11 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     @cached_property
     def train(self) -> TaskSource:
-        return Listed(tuple(self._with_tools(r.task) for r in self.rows if r.key not in self._held))
+        lists = [
+            tuple(self._with_tools(r.task) for r in rows if r.key not in self._held)
+            for rows in (self._sets if self.mixed else [self.rows])
+        ]
+        return MixedTasks(tuple(lists), tuple(w for _, w in self.mixed), self.seed) if self.mixed else Listed(lists[0])
 
     @cached_property
     def alphabet(self) -> str:
@@ -269,7 +291,7 @@ def read_tasks(config: Env, args: Mapping[str, Any], seed: int, given: Given = G
     if not config.prompts:
         raise ConfigError("env.name='prompts' needs env.prompts: a JSONL file, or a data set (local folder or hub id)")
     shape = PromptsEnv(**args)
-    data = read_rows(config.prompts, shape, given)
+    data = read_all(config, shape, given)
     if config.rewards and (texts := [r.place for r in data.rows if not r.task.prompt]):
         raise DataError(
             f"{texts[0]}: the row is a text, to which nothing can be answered, and env.rewards judge answers: leave"
@@ -280,6 +302,7 @@ def read_tasks(config: Env, args: Mapping[str, Any], seed: int, given: Given = G
         _check(source, data.rows)
     own = {"seed": seed, "heldout_count": config.heldout, "limits": config.limits, "sandbox": config.sandbox}
     own["measured_rewards"] = measured_names(config.rewards, rewards)
+    own["mixed"] = data.mixed
     return PromptsEnv(**args, **own, rewards=rewards, rows=data.rows, without=data.without)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,6 +14,19 @@ from posttrain.core.pieces.token import Curriculum
 from posttrain.core.ports import TaskSource
 from posttrain.core.types import Group, Task
 from posttrain.core.verdict import SOLVED
+
+
+@runtime_checkable
+class RevisitingTasks(Protocol):
+    """A source without end whose tasks come again."""
+
+    def visit(self, index: int) -> int:
+        """How often the task of this index came before."""
+        ...
+
+    def passes(self, draws: int) -> list[tuple[float, int]]:
+        """Of each list of tasks: how often so many draws go through it, and how many tasks it has."""
+        ...
 
 
 @dataclass
@@ -73,7 +87,8 @@ class Prompts:
     def _walk(self) -> tuple[Task, int]:
         count = self.source.count
         if count is None:
-            index, visit = self.cursor, 0
+            index = self.cursor
+            visit = self.source.visit(index) if isinstance(self.source, RevisitingTasks) else 0
         else:
             visit, place = divmod(self.cursor, count)
             if visit != self._epoch:

@@ -1,6 +1,6 @@
-"""What the pages take for granted: `my-model`, `mine.jsonl`, `mine.py`, `pairs.jsonl`, `labels.jsonl`, `runs/mine`, a
-run to compare it with, and `problems.jsonl` for a data set of the hub. Run in the fresh environment, in the folder that
-the pages are then played in copies of."""
+"""What the pages take for granted: `my-model`, `mine.jsonl`, `chat.jsonl`, `mine.py`, `pairs.jsonl`, `labels.jsonl`,
+`runs/mine`, a run to compare it with, and `problems.jsonl` for a data set of the hub. Run in the fresh environment, in
+the folder that the pages are then played in copies of."""
 
 import json
 import subprocess
@@ -36,6 +36,10 @@ SIZES = (
 )
 
 
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
 def files() -> None:
     rows = [
         {"prompt": f"What is {a}+{b}?", "answer": str(a + b), "completion": str(a + b)}
@@ -47,6 +51,8 @@ def files() -> None:
     Path("pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in pairs))
     labels = [{"prompt": r["prompt"], "completion": r["answer"], "label": i % 2 == 0} for i, r in enumerate(rows)]
     Path("labels.jsonl").write_text("".join(json.dumps(r) + "\n" for r in labels))
+    chats = [{"messages": [{"role": "user", "content": f"Say {i}."}, said(str(i))]} for i in range(30)]
+    Path("chat.jsonl").write_text("".join(json.dumps(r) + "\n" for r in chats))
     subprocess.run([*POSTTRAIN, "new", "env", "my_task", "--folder", "given"], check=True)
     Path("mine.py").write_text(Path("given/my_task.py").read_text() + REWARDS)
     Path("path.py").write_text(KEPT)

@@ -16,6 +16,7 @@ import posttrain
 from posttrain.api.plots import plot
 from posttrain.cli import main
 from posttrain.core import reader
+from posttrain.core.asks import asks
 from posttrain.core.checkpoint import find, scan
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.run import Run, Supervised
@@ -24,6 +25,7 @@ from posttrain.diagnose.outcome import read_outcome
 from posttrain.engine.tiny import build_module
 from posttrain.environment.columns import JudgedColumns
 from posttrain.environment.judged_rows import read_row
+from posttrain.environment.make import environment
 from posttrain.recipe.recipes import recipe
 
 
@@ -199,6 +201,28 @@ def test_what_counts_of_a_row() -> None:
     before = [user("a"), bot("b"), user("c")]
     assert counts({"prompt": before, "completion": [bot("d"), user("e"), bot("f")]}) == (0, 0, 0, 1, 0, 1)
     assert counts({"prompt": before, "completion": "d"}) == (0, 0, 0, 1)
+
+
+def test_data_sets_are_mixed_by_weight(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever their sizes, each has its share of every step, and holds rows out; a folder goes on with the same."""
+    few, many = rows(tmp_path / "few.jsonl", "messages", 10), rows(tmp_path / "many.jsonl", "text", 40)
+    words = ("sft", f"model={model}", f"env.prompts={few}", f"env.mix={many}:3", "sft.batch=8", "sft.epochs=1")
+    play(tmp_path / "a", *words)
+    said = capsys.readouterr().out
+    run = reader.run_file(tmp_path / "a").run
+    env: Any = environment(run.env, run.seed)
+    drawn = [env.train.task(i) for i in range(32)]
+    assert all(sum(bool(t.prompt) for t in drawn[i : i + 8]) == 2 for i in range(0, 32, 8))
+    assert {bool(t.prompt) for t in env.heldout} == {True, False} and env.train.visit(31) == 0
+    asked = [env.train.task(i).id for i in range(64) if env.train.task(i).prompt]
+    assert len(set(asked[:8])) == 8 and set(asked[8:]) == set(asked[:8]) and env.train.visit(63) == 1
+    assert not {t.id for t in env.heldout} & {*asked}
+    count = len({env.train.task(i).id for i in range(400)})
+    assert run.stages[0].steps == math.ceil(count / 8) and "passes over 8 rows" in said
+    assert {name for a in asks(run) for name in a.reads} >= {str(few), str(many)}
+    for wrong, why in ((f"env.mix={many}:0", "weight > 0"), (f"env.mix={many}", "")):
+        assert why in refused(capsys, "run", "sft", f"env.prompts={few}", wrong, code=2)
+    assert "give env.prompts" in refused(capsys, "run", "sft", f"env.mix={many}:1", code=2)
 
 
 def test_every_stage_that_imitates_is_measured(tmp_path: Path) -> None:

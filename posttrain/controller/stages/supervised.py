@@ -17,6 +17,7 @@ from posttrain.core.ports import TaskSource
 from posttrain.core.run import Supervised
 from posttrain.role.demonstrate import demonstrations
 from posttrain.role.evaluate import EvaluationReport
+from posttrain.role.prompts import RevisitingTasks
 from posttrain.role.roles import SupervisedRoles
 
 MANY = 20
@@ -88,11 +89,17 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Sup
 
 def many_passes(source: TaskSource, stage: Supervised) -> bool:
     """Whether a stage meets the same rows more often than anything is learned from."""
-    return bool(source.count) and stage.steps * stage.batch > MANY * (source.count or 1)
+    return any(n > MANY for n, _ in _passes(source, stage))
 
 
 def passes_words(source: TaskSource, stage: Supervised) -> str:
     """How often the stage meets its data, in words; empty where it is generated without end."""
-    if not source.count:
-        return ""
-    return f", {stage.steps * stage.batch / source.count:.3g} passes over {source.count:,} rows"
+    return "".join(f", {n:.3g} passes over {rows:,} rows" for n, rows in _passes(source, stage))
+
+
+def _passes(source: TaskSource, stage: Supervised) -> list[tuple[float, int]]:
+    """(passes, rows) of each data set."""
+    draws = stage.steps * stage.batch
+    if isinstance(source, RevisitingTasks):
+        return source.passes(draws)
+    return [(draws / source.count, source.count)] if source.count else []

@@ -1,0 +1,63 @@
+"""Several data sets as one source of tasks, each with its share of what is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from posttrain.core import seeds
+from posttrain.core.types import Task
+
+
+@dataclass(frozen=True)
+class MixedTasks:
+    """Tasks of several lists, without end: of the first n draws each list has its share, to within one draw. Each list
+    is shuffled anew whenever it has been gone through.
+
+    >>> few, many = (tuple(Task(id=f"{n}{i}", prompt="p") for i in range(c)) for n, c in (("a", 2), ("b", 9)))
+    >>> mixed = MixedTasks((few, many), (1.0, 3.0), seed=0)
+    >>> "".join(mixed.task(i).id[0] for i in range(8)), mixed.visit(7)
+    ('babbbabb', 0)
+    """
+
+    lists: tuple[tuple[Task, ...], ...]
+    weights: tuple[float, ...]
+    seed: int
+    _places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(list, how many of it were drawn before) of each draw that was asked for."""
+    _drawn: dict[int, int] = field(default_factory=dict[int, int])
+    _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict[int, tuple[int, list[int]]])
+    """(epoch, its order) of each list, of the epoch that was asked for last."""
+
+    @property
+    def count(self) -> int | None:
+        return None
+
+    def task(self, index: int) -> Task:
+        if index < 0:
+            raise IndexError(f"task index {index} is negative")
+        which, drawn = self._place(index)
+        epoch, at = divmod(drawn, len(self.lists[which]))
+        if self._orders.get(which, (-1, []))[0] != epoch:
+            rng = seeds.generator(self.seed, f"mixed/{which}", epoch)
+            self._orders[which] = epoch, rng.permutation(len(self.lists[which])).tolist()
+        return self.lists[which][self._orders[which][1][at]]
+
+    def visit(self, index: int) -> int:
+        """How often the task of this draw was drawn before."""
+        which, drawn = self._place(index)
+        return drawn // len(self.lists[which])
+
+    def passes(self, draws: int) -> list[tuple[float, int]]:
+        """How often each list is gone through in so many draws, and how long it is."""
+        total, each = sum(self.weights), zip(self.weights, map(len, self.lists), strict=True)
+        return [(draws * w / total / count, count) for w, count in each]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        total = sum(self.weights)
+        while len(self._places) <= index:
+            n = len(self._places) + 1
+            due = [w / total * n - self._drawn.get(i, 0) for i, w in enumerate(self.weights)]
+            which = due.index(max(due))
+            self._places.append((which, self._drawn.get(which, 0)))
+            self._drawn[which] = self._drawn.get(which, 0) + 1
+        return self._places[index]
