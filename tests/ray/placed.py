@@ -6,6 +6,8 @@ import asyncio
 import os
 import pickle
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -48,14 +50,14 @@ def cluster() -> Iterator[RayCluster]:
     there.close()
 
 
-def actor_pool(cluster: RayCluster, engine: object = KnownSampler) -> EnginePool:
+def actor_pool(cluster: RayCluster, engine: object = KnownSampler, timeout: float = 60.0) -> EnginePool:
     start = pickle.dumps(EngineStart(engine, ParcelReceiver))  # type: ignore[arg-type]
 
     def new(number: int) -> tuple[RayHost, Future[EngineFacts]]:
         host = RayHost(f"engine {number}", start, cluster, number, threads=1)
         return host, host.started
 
-    return EnginePool(new, ParcelSender(SharedCarrier()), count=2, timeout=60.0, deaths=3)
+    return EnginePool(new, ParcelSender(SharedCarrier()), count=2, timeout=timeout, deaths=3)
 
 
 def test_an_address_where_no_cluster_is_says_so() -> None:
@@ -88,6 +90,40 @@ def test_a_killed_actor_is_replaced_and_its_turns_are_asked_again(cluster: RayCl
     assert all((s.ids == known(prompt(t), t, 2.0)).all() and (s.version == 3).all() for t, s in enumerate(found))
     assert pool.clock()["engine/deaths"] == 1 and pool.engines[0].host.pid != first
     pool.close()
+
+
+LOST_NODE = """
+import asyncio, os, signal, sys, time
+import ray
+from posttrain.engine.pool.ray_host import RayCluster
+from tests.ray.placed import actor_pool
+from tests.rooms.pool_parts import PLAIN, prompt
+
+cluster = RayCluster(None, 2, 1, 60.0)
+pool = actor_pool(cluster, timeout=600.0)
+
+async def play():
+    await pool.generate(prompt(), PLAIN, 1)
+    for process in ray._private.worker._global_node.all_processes["raylet"]:
+        os.kill(process.process.pid, signal.SIGKILL)
+    for engine in pool.engines:
+        os.kill(engine.host.pid, signal.SIGKILL)
+    await pool.generate(prompt(), PLAIN, 2)
+
+try:
+    asyncio.run(play())
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+pool.close()
+cluster.close()
+"""
+
+
+def test_a_lost_node_is_told_at_once_and_in_our_words_alone() -> None:
+    """Its actors and its agent are killed; no wait has a deadline before ten minutes."""
+    told = subprocess.run([sys.executable, "-c", LOST_NODE], capture_output=True, text=True, timeout=120, check=True)
+    assert told.stdout.startswith("EngineError the Ray node of this machine (") and "--resume" in told.stdout
+    assert told.stdout.count("\n") == 1 and "\x1b" not in told.stdout + told.stderr, told.stdout + told.stderr
 
 
 def test_a_start_that_fails_tells_its_cause(cluster: RayCluster) -> None:

@@ -8,9 +8,12 @@ import os
 import pickle
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from posttrain.core.errors import ConfigError, EngineError
 from posttrain.engine.pool.host import OpenCalls
@@ -18,6 +21,10 @@ from posttrain.engine.pool.hosted import EngineEnded, EngineFacts, EngineReport,
 
 AT_ONCE = 100_000
 """Calls that an actor takes at once. What it computes at once is the engine's own decision."""
+LOOK_SECONDS = 2.0
+"""Between two looks which nodes of the cluster live. Ray itself needs about 15 s to see that one is gone."""
+CLOSE_SECONDS = 10.0
+"""Within which Ray ends an actor, or the connection. It may never answer where its own processes are gone."""
 
 
 class RayEngine:
@@ -49,12 +56,20 @@ class RayCluster:
         engines: how many engines will be placed.
         cpus: CPUs that each reserves; 0: none.
         timeout: seconds that the reservation may take.
+        say: tells people of a node that is gone.
 
     Raises:
         ConfigError: the cluster does not answer, or it has too few CPUs.
     """
 
-    def __init__(self, address: str | None, engines: int, cpus: int, timeout: float) -> None:
+    def __init__(
+        self,
+        address: str | None,
+        engines: int,
+        cpus: int,
+        timeout: float,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
         import ray
 
         self._own = not ray.is_initialized()
@@ -74,6 +89,8 @@ class RayCluster:
                 )
             except ConnectionError as error:
                 raise no_entry(str(address), error) from error
+            ray._private.worker._worker_logs_enabled = False  # what Ray prints of its own processes, in colours
+        self.nodes = NodeWatch(say)
         self.group: Any = None
         if cpus:
             from ray.util.placement_group import placement_group
@@ -91,13 +108,69 @@ class RayCluster:
         """Give the CPUs back, and end what was started."""
         import ray
 
+        self.nodes.close()
         if self.group is not None:
             from ray.util.placement_group import remove_placement_group
 
-            with contextlib.suppress(Exception):
-                remove_placement_group(self.group)
+            within(CLOSE_SECONDS, remove_placement_group, self.group)
         if self._own:
-            ray.shutdown()
+            within(CLOSE_SECONDS, ray.shutdown)
+
+
+def within(seconds: float, function: Callable[..., Any], *given: Any, **named: Any) -> None:
+    """Call a function of Ray, which may fail or never return where its processes are gone."""
+
+    def work() -> None:
+        with contextlib.suppress(Exception):
+            function(*given, **named)
+
+    thread = threading.Thread(target=work, name="call of Ray", daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+class NodeWatch:
+    """Looks in a thread which nodes of the cluster live. What was on one that is gone has died; where it is the node of
+    this process, nothing can be started any more."""
+
+    hosts: ClassVar[WeakSet[RayHost]] = WeakSet()
+    """All of this process."""
+    gone: ClassVar[str] = ""
+    """Why nothing can be started; '' while it can."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        import ray
+
+        self._ray, self._say, self._over = ray, say, threading.Event()
+        self._own = ray.get_runtime_context().get_node_id()
+        self._known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        NodeWatch.gone = ""
+        threading.Thread(target=self._look, name="looks which nodes live", daemon=True).start()
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_SECONDS):
+            with contextlib.suppress(Exception):  # asked again; a run that waits has its own deadline
+                lost = {n["NodeID"] for n in self._ray.nodes() if not n["Alive"]} & self._known.keys()
+                for node in lost:
+                    self._tell(node, self._known.pop(node))
+
+    def _tell(self, node: str, address: str) -> None:
+        if node == self._own:
+            NodeWatch.gone = (
+                f"the Ray node of this machine ({address}) is gone: it was killed, or ran out of memory. Start it again"
+                " (`ray start`; without placement.address the run does), and go on from the last checkpoint with"
+                " --resume"
+            )
+            for host in list(self.hosts):
+                host.lost(NodeWatch.gone)
+        else:
+            self._say(
+                f"a node of the Ray cluster ({address}) is gone. What it played starts on others, as soon as they have"
+                " room; where none has, the run stops after placement.timeout"
+            )
 
 
 def node_address() -> str:
@@ -151,6 +224,8 @@ class RayHost:
     def __init__(self, name: str, start: bytes, cluster: RayCluster | None, number: int, *, threads: int) -> None:
         import ray
 
+        if NodeWatch.gone:
+            raise EngineError(NodeWatch.gone)
         self.name, self._ray = name, ray
         self._calls = OpenCalls()
         how: dict[str, Any] = {
@@ -168,6 +243,7 @@ class RayHost:
         self._pid: int | None = None
         self.started: Future[EngineFacts] = self.call("facts")
         self.started.add_done_callback(self._known)
+        NodeWatch.hosts.add(self)
 
     @property
     def died(self) -> str:
@@ -188,10 +264,13 @@ class RayHost:
     def take_report(self) -> EngineReport:
         return self._calls.take_report()
 
+    def lost(self, why: str) -> None:
+        """Whatever it was asked raises EngineDied."""
+        self._calls.die(why)
+
     def kill(self, why: str) -> None:
         self._calls.die(f"{why}{self._memory()}")
-        with contextlib.suppress(Exception):
-            self._ray.kill(self._actor, no_restart=True)
+        within(CLOSE_SECONDS, self._ray.kill, self._actor, no_restart=True)
 
     def close(self) -> None:
         self.kill("it was closed at the end of the run")
