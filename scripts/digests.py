@@ -39,6 +39,8 @@ INTENDED: dict[str, str] = {
     "algorithm/top_entropy *": "it chooses tokens by their entropy, whose last bits are others",
     "algorithm/skywork_or1 *": "its loss reads the entropy, whose last bits are others",
     "* record/*/gauge/learner/*": "a gauge that the older tree does not have",
+    "* result/*/loss": "a figure that the older tree does not have",
+    "* result/*/loss_before": "a figure that the older tree does not have",
     "option/micro_tokens *": "its micro-batches hold other sequences, so sums of their gradients are rounded otherwise",
 }
 """Pattern (of fnmatch) over `RUN PART` of the newer take -> why it may differ."""
