@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from posttrain.core.errors import InvariantError
-from posttrain.core.types import Message
+
+if TYPE_CHECKING:  # the settings read this file, and they need no numpy
+    import numpy as np
+
+    from posttrain.core.types import Message
 
 Turns = Literal["all", "last"]
 """Which turns of a row are learned: each that counts, or the last one of them alone."""

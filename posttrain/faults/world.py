@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -135,7 +136,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "bos_doubled",
-    seam="posttrain.environment.render:Renderer._text",
+    seam="posttrain.environment.render:Renderer.text_ids",
     what="the token that begins a text is put before a text that already has it",
     harm="the policy trains on a beginning it will never be served",
     source="pain 22, axolotl#1616",
@@ -147,18 +148,21 @@ def _(real: Real) -> Real:
 
 @fault(
     "template_drift",
-    seam="posttrain.environment.render:Renderer.pair",
+    seam="posttrain.environment.render:Renderer.conversation",
     what="demonstrations are written without the generation prompt that the rollout begins answers with",
     harm="what was imitated is not what is asked for: the first steps of RL relearn the format",
     source="pain 14; G27",
     needs="chat",
 )
 def _(real: Real) -> Real:
-    def pair(self: Any, prompt: Any, completion: str, *named: Any) -> Any:
-        before, after = real(self, prompt, completion, *named)
-        return (before, after) if isinstance(prompt, str) else (self.encode(self.chat(prompt, generate=False)), after)
+    def conversation(self: Any, *args: Any) -> Any:
+        drifted = copy(self)
+        drifted.template = copy(self.template)
+        render = self.template.render
+        drifted.template.render = lambda messages, *, generate, **more: render(messages, generate=False, **more)
+        return real(drifted, *args)
 
-    return pair
+    return conversation
 
 
 @fault(

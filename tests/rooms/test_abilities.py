@@ -21,6 +21,7 @@ from posttrain.checks.rejudge import RejudgedAnswers
 from posttrain.core import reader
 from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers
 from posttrain.core.book import Book
+from posttrain.core.conversation import LearnedConversation
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.ports import Attempt, Environment, Talk
@@ -183,6 +184,7 @@ class Line:
     task: Task
     completion: str | None
     place: str
+    conversation: LearnedConversation | None = None
 
 
 def test_rows_are_measured_before_the_first_step_and_named_by_their_place() -> None:
