@@ -12,10 +12,10 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Environment
 from posttrain.core.run import Env, Evaluation, Model, Reinforce, Run
 from posttrain.core.sampling import Sampling
-from posttrain.engine.endpoint import Endpoint, Patience
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.role.evaluate import EvaluationReport, evaluate
 from posttrain.role.rollout import Rollout
+from posttrain.verifier.endpoint import Endpoint, Patience
 
 if TYPE_CHECKING:
     from posttrain.engine.openai import RemoteModel
@@ -34,7 +34,7 @@ class EndpointOptions:
     api: Literal["chat", "completions"] = "chat"
     """Without a tokenizer: send messages (`chat`), or plain text to continue (`completions`)."""
     dialect: str | None = None
-    """The server's API dialect; None: read from the model's `owned_by` (`engine.openai.discover`)."""
+    """The server's API dialect; None: read from the model's `owned_by` (`verifier.discover`)."""
     patience: Patience = Patience()
 
 

@@ -22,7 +22,6 @@ from posttrain.engine import compiled, native
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.mixture import Mixture
 from posttrain.engine.embedded.speculate import Draft, Lookup
-from posttrain.engine.endpoint import Endpoint, Patience
 from posttrain.engine.models import Policy
 from posttrain.engine.state_kinds import refuse_vllm
 from posttrain.engine.vllm.contract import check
@@ -31,6 +30,7 @@ from posttrain.engine.vllm.refuse import refuse_few, refuse_split
 from posttrain.engine.vllm.server import ROLE, VLLMServer
 from posttrain.engine.vllm.spawn import Spawned
 from posttrain.engine.vllm.start import folder_for_weights, limits
+from posttrain.verifier.endpoint import Endpoint, Patience
 
 TIMELINE = "timeline.json"
 BEFORE_TRIAL = -2

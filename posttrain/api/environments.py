@@ -39,7 +39,7 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
             hints(env)
         if isinstance(stage, Rejection) and stage.method.regenerate is not None:
             for reward in config.rewards:
-                if reward.judge or reward.steps != "score":
+                if reward.judge_run or reward.steps != "score":
                     raise ConfigError(stage.judged_alone(reward.function))
         if stage.judged is not None and isinstance(env, PromptsEnv) and (why := misread(env.rows[0], env)):
             raise DataError(why)

@@ -45,9 +45,9 @@ def generative_judge(
     Raises:
         ConfigError: the run did not learn to judge; or the meta reward model has another tokenizer.
     """
-    folder = Path(reward.judge).expanduser()
+    folder = Path(reward.judge_run).expanduser()
     own = admitted(folder, parts=("env", "model"), allow=False)
-    judging, sampling = _judging(own, reward.judge), _sampling(own)
+    judging, sampling = _judging(own, reward.judge_run), _sampling(own)
     policy = kept_policy(folder, allow=False)
     load_weights(find(folder, "last").folder, HFLearner(policy))
     policy.module.requires_grad_(False).eval()

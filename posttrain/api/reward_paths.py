@@ -26,8 +26,8 @@ def check_reward_models(run: Run) -> None:
         for i, reward in enumerate(env.rewards):
             for name in reward.stages:
                 _check_stage(run, f"{prefix}.rewards.{i}.function", env, name)
-            if reward.judge:
-                check_judge_path(f"{prefix}.rewards.{i}.function", reward.judge)
+            if reward.judge_run:
+                check_judge_path(f"{prefix}.rewards.{i}.function", reward.judge_run)
             if reward.meta is not None:
                 check_reward_path(f"{prefix}.rewards.{i}.meta", reward.meta)
             for path in reward.models:

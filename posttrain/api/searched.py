@@ -294,8 +294,10 @@ def _with_scores(request: SearchRequest, run: Run, own: Path | None, target: str
             kept_folder(own, path.removeprefix(STAGE))
         else:
             check_reward_path("search.by", path)
-    if by.judge:
-        check_judge_path("search.by", by.judge)
+    if by.judge_url:
+        raise ConfigError(f"search.by={by.function}: a judge at an endpoint pays rewards; a search asks judge:RUN")
+    if by.judge_run:
+        check_judge_path("search.by", by.judge_run)
     return replace(request, by=by)
 
 

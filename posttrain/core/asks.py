@@ -139,8 +139,10 @@ def _trackers(names: tuple[str, ...]) -> Found:
 
 def _reward(name: str) -> Found:
     found = Reward(function=name)
-    if found.judge:
-        return Kind.OUTSIDE, f"reads the judge in {_file(found.judge)}", (found.judge,)
+    if found.judge_url:
+        return Kind.ADDRESS, f"sends prompts and answers to {found.judge_url}, and believes what it answers"
+    if found.judge_run:
+        return Kind.OUTSIDE, f"reads the judge in {_file(found.judge_run)}", (found.judge_run,)
     outside = tuple(m for m in found.models if not m.startswith(STAGE))
     if found.models and not outside:
         return None
@@ -164,6 +166,10 @@ DECIDED: dict[str, Decision] = {
     "Env.mix": lambda x, _: _mixed(x),
     "Reward.function": lambda x, _: _reward(x),
     "Reward.meta": lambda x, _: _model(x),
+    "JudgeEndpoint.rubric": lambda x, _: (
+        (Kind.OUTSIDE, f"sends the text of {_file(x)} to the judge", (x,)) if x else None
+    ),
+    "JudgeEndpoint.key_env": lambda x, _: _secret(x),
     "SandboxSettings.name": lambda x, _: _sandbox(x),
     "SandboxSettings.token": lambda x, _: _secret(x) if x != SandboxSettings().token else None,
     "Embedded.draft": lambda x, _: _model(x),
@@ -184,6 +190,7 @@ HARMLESS = frozenset(
         *("Run.recipe", "Run.deterministic", "Run.exact", "Run.record_episodes"),
         *("Reward.combine", "Reward.measured", "Env.measured"),
         *("Reward.steps", "Reward.aggregate", "Reward.progress"),
+        *("JudgeEndpoint.name", "JudgeEndpoint.model", "JudgeEndpoint.api", "JudgeEndpoint.answer"),
         "Run.fault",  # starts with --allow-fault only
         *(
             "Model.arch",
@@ -263,7 +270,7 @@ def grave(found: Iterable[Ask]) -> tuple[Ask, ...]:
     the secret that is sent there (to an executor always one), and code that comes with a model."""
     by_owner: dict[str, list[Ask]] = {}
     for ask in found:
-        by_owner.setdefault(ask.path.rpartition(".")[0], []).append(ask)
+        by_owner.setdefault(ask.path.rpartition(".")[0].removesuffix(".judge"), []).append(ask)
     out: list[Ask] = []
     for owner, own in by_owner.items():
         kinds = {a.kind for a in own}

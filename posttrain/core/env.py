@@ -16,9 +16,49 @@ Scalar = str | int | float | bool
 MODEL = "model:"
 """Begins a reward that is a reward model."""
 JUDGE = "judge:"
-"""Begins a reward that is a policy which learned to judge."""
+"""Begins a reward that is a judge: a policy which learned to judge, or an endpoint."""
 STAGE = "stage:"
 """Begins the name of a stage of the same run that trains one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeEndpoint:
+    """How a model at an endpoint judges (`judge:https://HOST/v1`). It reads one answer at a time."""
+
+    rubric: str = ""
+    """A text file (.md or .txt) that says what is worth how much. It is required. With {response} in it, it is the
+    whole prompt; {prompt} and the columns of the data stand there by their names too. Without, the task and the answer
+    are written below it."""
+    name: str = ""
+    """Its name in the record. Empty: `judge`, or `heldout_judge` where it is measured and not paid."""
+    model: str | None = None
+    """Name of the model; none: the only one that the endpoint serves."""
+    key_env: str | None = None
+    """Environment variable that holds the endpoint's key. A key goes to another machine over https only."""
+    api: Literal["chat", "completions"] = "chat"
+    """Whether the prompt is sent as a user's message, or as plain text to continue."""
+    answer: Literal["json", "number"] = "json"
+    """What the judge must say: JSON with `score` (the request has its schema as `response_format`), or a number alone.
+    What is neither is asked for again, and is no verdict at last."""
+    low: float = 0.0
+    """The lowest score of the rubric. It is paid 0."""
+    high: float = 10.0
+    """The highest score of the rubric. It is paid 1, and what lies between in proportion."""
+    max_tokens: int = 512
+    """Most tokens of a judgement, its reasons included."""
+    parallel: int = 16
+    """Most requests at once."""
+    calls: int = 100_000
+    """Most requests of a run, since it was started or resumed. What is asked later is no verdict, and the run stops."""
+
+    def __post_init__(self) -> None:
+        if not -math.inf < self.low < self.high < math.inf:
+            raise ConfigError(f"judge: low={self.low:g} must be below high={self.high:g}, and both finite")
+        if min(self.max_tokens, self.parallel, self.calls) < 1:
+            raise ConfigError(
+                f"judge: max_tokens={self.max_tokens}, parallel={self.parallel} and calls={self.calls} must be at"
+                " least 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +69,16 @@ class Reward:
     """A verifier of posttrain (exact, last_integer, contains, math, code), or `path.py:function`. `model:PATH`: a
     reward model, in a directory, a run folder or on the hub; `model:stage:NAME`: the one that stage NAME of this run
     trained; `model:A+B` combines several into one reward. `judge:PATH`: a policy that learned to judge, in the folder
-    of its run; it writes its reasons and votes."""
+    of its run; it writes its reasons and votes. `judge:https://HOST/v1`: a model at an OpenAI-compatible endpoint,
+    which judges by a rubric."""
     weight: float = 1.0
     """Factor of its score in the sum of all rewards."""
     workers: int = 0
     """Processes that run it, for `path.py:function` and `math`. One that hangs is killed. 0: a function runs in a
     thread of the trainer, which cannot be killed; `math` uses two processes."""
     timeout: float | None = None
-    """Most seconds of one call: wall time in a thread, processor time in a worker. None: 30, and 3 for `math`."""
+    """Most seconds of one call: wall time in a thread or at an endpoint, processor time in a worker. None: 30, 3 for
+    `math`, 60 for an endpoint."""
     resolution: float | None = None
     """Relative difference up to which two of its scores count as equal. Set it for a function that asks a model, to the
     noise of that model's scores (for example 1e-3). None: 2^-40, right for a verifier, and the rounding of
@@ -64,6 +106,7 @@ class Reward:
     measured: bool = False
     """Nothing is learned from it. Held-out accuracy and mean reward are those of what is measured, beside what is
     paid, so that over-optimisation of a reward shows."""
+    judge: JudgeEndpoint = JudgeEndpoint()
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -78,20 +121,27 @@ class Reward:
         return tuple(path.strip() for path in self.function.removeprefix(MODEL).split("+"))
 
     @property
-    def judge(self) -> str:
+    def judge_url(self) -> str:
+        """The address of a judge at an endpoint; '' where it is something else."""
+        found = self.function.removeprefix(JUDGE).strip() if self.function.startswith(JUDGE) else ""
+        return found if "://" in found else ""
+
+    @property
+    def judge_run(self) -> str:
         """The run folder of a policy that learned to judge; '' where it is something else."""
-        return self.function.removeprefix(JUDGE).strip() if self.function.startswith(JUDGE) else ""
+        found = self.function.removeprefix(JUDGE).strip() if self.function.startswith(JUDGE) else ""
+        return "" if self.judge_url else found
 
     @property
     def by_model(self) -> bool:
-        """Whether it is a reward model or a judge, which read the answers of a whole group."""
-        return bool(self.models) or self.function.startswith(JUDGE)
+        """Whether it is a reward model or a policy that judges, which read the answers of a whole group."""
+        return bool(self.models) or (self.function.startswith(JUDGE) and not self.judge_url)
 
     def __post_init__(self) -> None:
         self._check_judge()
         if self.models:
             self._check_models()
-        elif (self.steps, self.aggregate, self.progress) != ("score", "min", False) and not self.judge:
+        elif (self.steps, self.aggregate, self.progress) != ("score", "min", False) and not self.judge_run:
             raise ConfigError(
                 f"reward {self.function!r}: steps, aggregate and progress are for a process reward model (model:PATH,"
                 " or judge:PATH of a verifier); leave them out"
@@ -113,9 +163,18 @@ class Reward:
         _check_resolution(f"reward {self.function!r}", self.resolution)
 
     def _check_judge(self) -> None:
-        own = self.function.startswith(JUDGE)
-        if own and not self.judge:
+        own = self.function.startswith(JUDGE) and not self.judge_url
+        if own and not self.judge_run:
             raise ConfigError(f"reward {self.function!r}: name the run folder of a judge: judge:PATH")
+        if self.judge != JudgeEndpoint() and not self.judge_url:
+            raise ConfigError(
+                f"reward {self.function!r}: its settings judge are for a judge at an endpoint (judge:https://HOST/v1);"
+                " leave them out"
+            )
+        if self.judge_url and self.workers:
+            raise ConfigError(
+                f"reward {self.function!r}: set judge.parallel for requests at once, and leave workers out"
+            )
         if not own and (self.votes, self.rivals, self.meta) != (1, 0, None):
             raise ConfigError(f"reward {self.function!r}: votes, rivals and meta are for judge:PATH; leave them out")
         if self.votes < 1 or self.rivals < 0:

@@ -6,8 +6,6 @@ says whether each is good. Each comparison is judged `votes` times in each order
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +17,7 @@ from posttrain.core.abilities import Judging
 from posttrain.core.batch import Packed
 from posttrain.core.content import conversation
 from posttrain.core.errors import DataError, InvariantError
+from posttrain.core.loop_thread import LoopThread
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
@@ -34,32 +33,6 @@ DRAWS = 3
 """How often a judgement is drawn until it has a verdict."""
 UNREAD, LEFT_OUT = "-", "*"
 """Marks of a vote in `why`: it has no verdict; the meta reward model left it out."""
-
-
-class LoopThread:
-    """An event loop in a thread of its own, started when it is first used. What runs there does not hold up the
-    episodes of the loop that waits for it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._one = threading.Lock()
-
-    async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of `work`, which is run in the thread."""
-        with self._one:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
-            loop = self._loop
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
-
-    def close(self) -> None:
-        """Stop the loop."""
-        with self._one:
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def sources(
         if names.count(s.name) > 1:
             raise ConfigError(
                 f"reward {s.name!r} is given twice; give it once, with the weight you want, or rename one of the"
-                " functions"
+                " functions (of judges at endpoints: set judge.name)"
             )
         if not math.isfinite(s.weight):
             raise ConfigError(f"reward {s.name!r}: weight={s.weight} must be a finite number")
@@ -59,6 +59,10 @@ def _source(reward: Reward, where: SandboxSettings, given: Given) -> Checked:
     """One configured reward: a verifier by its name, or a function in a thread or in worker processes."""
     if is_inline(reward.function):
         return _handed(reward, given)
+    if reward.judge_url:
+        from posttrain.verifier.judge_endpoint import RubricJudge  # a client of http, which most runs do without
+
+        return RubricJudge.of(reward)
     name, timeout = reward.function, reward.timeout or TIMEOUT
     if reward.resolution is not None and ":" not in name:
         raise ConfigError(

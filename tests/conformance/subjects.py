@@ -232,9 +232,9 @@ def _vllm(workers: int = 1) -> Subject:
 
 
 def _vllm_server(workers: int = 1) -> Subject:
-    from posttrain.engine.endpoint import Endpoint
     from posttrain.engine.vllm.server import VLLMServer
     from posttrain.engine.vllm.spawn import Spawned
+    from posttrain.verifier.endpoint import Endpoint
 
     policy = new_policy()
     own = Spawned(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True, workers=workers)

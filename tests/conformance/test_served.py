@@ -12,7 +12,6 @@ import pytest
 
 from posttrain.core.errors import ConfigError, DataError, EngineError
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.endpoint import Endpoint, Patience
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.engine.openai import TokenSampler, discover
@@ -21,6 +20,7 @@ from posttrain.serve.app import Server
 from posttrain.serve.detokenize import TokenText
 from posttrain.serve.listen import listening
 from posttrain.serve.served import ServedModel
+from posttrain.verifier.endpoint import Endpoint, Patience
 from tests.conformance import subjects, test_contract, test_many
 from tests.conformance.subjects import CONTEXT, SLOTS, Subject, contract
 

@@ -89,8 +89,8 @@ def started(name: str, policy: Policy, workers: int = 1) -> Served:
     if name == "vllm":
         engine = VLLMEngine(policy, slots=16, cache_bytes=32 << 20, eager=True, workers=workers)
         return Served(engine, policy, HFLearner(policy), engine.close)
-    from posttrain.engine.endpoint import Endpoint
     from posttrain.engine.vllm.spawn import Spawned
+    from posttrain.verifier.endpoint import Endpoint
 
     own = Spawned(policy, slots=16, cache_bytes=32 << 20, eager=True, workers=workers)
     endpoint = Endpoint(own.url, "rollout")

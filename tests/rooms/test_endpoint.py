@@ -8,8 +8,8 @@ import pytest
 from http_parts import QUICK, reply, server
 
 from posttrain.core.errors import ConfigError, EndpointError, EngineError
-from posttrain.engine import endpoint
-from posttrain.engine.endpoint import Endpoint, Patience
+from posttrain.verifier import endpoint
+from posttrain.verifier.endpoint import Endpoint, Patience
 
 
 async def test_what_passes_is_tried_again() -> None:

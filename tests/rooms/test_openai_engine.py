@@ -27,10 +27,10 @@ from posttrain.core.run import Env, Evaluation
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import OUTSIDE, Message, Said, Stop, Top
-from posttrain.engine.endpoint import Endpoint
 from posttrain.engine.openai import RemoteModel, TextSampler, TextVocabulary, TokenSampler, discover
 from posttrain.engine.openai.body import fields
 from posttrain.role.evaluate import evaluate as measure
+from posttrain.verifier.endpoint import Endpoint
 
 ENV = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 4}, heldout=6)
 

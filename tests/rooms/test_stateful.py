@@ -24,13 +24,13 @@ from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.endpoint import Endpoint
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.openai import TokenSampler, discover
 from posttrain.engine.state_kinds import IN_VLLM, KNOWN, keeps_state, refuse_vllm
 from posttrain.engine.vocabulary import characters
 from posttrain.faults import planted
+from posttrain.verifier.endpoint import Endpoint
 from tests import families
 from tests.tiny import only_rl, tiny_run
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.sampling import Sampling
-from posttrain.engine.openai.discover import Dialect, RemoteModel
+from posttrain.verifier.discover import Dialect, RemoteModel
 
 STOPS = 4
 """Most stop strings of OpenAI's API."""

@@ -10,9 +10,9 @@ import numpy as np
 from posttrain.core.errors import EndpointError, EngineError
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
-from posttrain.engine.endpoint import Endpoint
 from posttrain.engine.openai.body import fields
-from posttrain.engine.openai.discover import RemoteModel
+from posttrain.verifier.discover import RemoteModel
+from posttrain.verifier.endpoint import Endpoint
 
 
 class EndpointSampler:

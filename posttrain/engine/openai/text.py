@@ -16,9 +16,9 @@ from posttrain.core.content import content_of, text_of
 from posttrain.core.errors import ConfigError, EngineError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import OUTSIDE, Message, Said, Stop
-from posttrain.engine.endpoint import Endpoint
-from posttrain.engine.openai.discover import RemoteModel
 from posttrain.engine.openai.sampler import EndpointSampler
+from posttrain.verifier.discover import RemoteModel
+from posttrain.verifier.endpoint import Endpoint
 
 Way = Literal["chat", "completions"]
 

@@ -12,9 +12,9 @@ import numpy as np
 from posttrain.core.errors import ConfigError, DataError, EndpointError, EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import OUTSIDE, Said, Stop, Top
-from posttrain.engine.endpoint import Endpoint
-from posttrain.engine.openai.discover import RemoteModel
 from posttrain.engine.openai.sampler import EndpointSampler, checked_prompt
+from posttrain.verifier.discover import RemoteModel
+from posttrain.verifier.endpoint import Endpoint
 
 LOOSE = 0.05
 """Largest difference of log-probs of one distribution between two requests (bfloat16 servers are not deterministic)."""

@@ -25,7 +25,6 @@ from posttrain.core.errors import ConfigError, EndpointError, EngineError
 from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
-from posttrain.engine.endpoint import Endpoint
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm.contract import Answer, fields, said
 from posttrain.engine.vllm.hot_load import HotLoad, rank_for
@@ -40,6 +39,7 @@ from posttrain.engine.vllm.requests import (
 )
 from posttrain.engine.vllm.staged import Staged
 from posttrain.engine.vllm.start import limits
+from posttrain.verifier.endpoint import Endpoint
 
 ROLE = "rollout"
 START_ADVICE = (

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from posttrain.core.errors import ConfigError, EndpointError, nearest
-from posttrain.engine.endpoint import Endpoint
+from posttrain.verifier.endpoint import Endpoint
 
 Dialect = Literal["openai", "compatible", "vllm", "posttrain"]
 """openai: OpenAI's own API. compatible: the fields that all compatible servers have. vllm, posttrain:

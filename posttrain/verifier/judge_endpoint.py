@@ -1,0 +1,167 @@
+"""A judge at an OpenAI-compatible endpoint as a reward source: one answer at a time, by a rubric.
+
+Equal questions are asked once. What cannot be judged, because the endpoint is down, its answer has another form or the
+run's calls are used up, is `failed` and never a low score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.core.env import JudgeEndpoint, Reward
+from posttrain.core.errors import ConfigError, EndpointError
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.loop_thread import LoopThread
+from posttrain.core.ports import Attempt
+from posttrain.core.redact import redacted
+from posttrain.core.spread import RESOLUTION
+from posttrain.core.types import Task
+from posttrain.core.verdict import Judged, State, Verdict
+from posttrain.verifier.discover import RemoteModel, discover
+from posttrain.verifier.endpoint import Endpoint, Patience
+from posttrain.verifier.rubric import Rubric
+
+TIMEOUT = 60.0
+"""Default for the seconds that one try of a request may take."""
+DRAWS = 3
+"""How often a judgement is drawn until it has the form that was asked for."""
+KEPT = 1 << 16
+"""Most verdicts that are kept."""
+QUOTED = 200
+"""Most characters of a reason, or of an answer without the right form, in a verdict."""
+
+
+@dataclass(eq=False)
+class RubricJudge:
+    """A reward source that asks a judge at an endpoint. Its requests run in a thread of their own, so verdicts of many
+    episodes are waited for at once. Its score lies in 0..1."""
+
+    name: str
+    weight: float
+    rubric: Rubric
+    endpoint: Endpoint
+    resolution: float = RESOLUTION
+    calls: int = 0
+    """Requests so far."""
+    _model: RemoteModel | None = None
+    _kept: dict[bytes, asyncio.Task[Verdict]] = field(default_factory=dict[bytes, "asyncio.Task[Verdict]"])
+    _counts: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: LoopThread = field(default_factory=lambda: LoopThread("posttrain-judge-endpoint"))
+
+    @property
+    def settings(self) -> JudgeEndpoint:
+        return self.rubric.settings
+
+    @staticmethod
+    def of(reward: Reward) -> RubricJudge:
+        """The judge of a reward. ConfigError: it has no rubric, or its key is absent or would go over plain http."""
+        settings = reward.judge
+        name = settings.name or ("heldout_judge" if reward.measured else "judge")
+        patience = Patience(answer=reward.timeout or TIMEOUT, tries=4, longest=10.0)
+        endpoint = Endpoint(
+            reward.judge_url, name, key_env=settings.key_env, patience=patience, connections=settings.parallel
+        )
+        exact = RESOLUTION if reward.resolution is None else reward.resolution
+        return RubricJudge(name, reward.weight, Rubric.of(settings), endpoint, exact)
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """DataError where a task lacks a column that the rubric names."""
+        self.rubric.check(tasks)
+
+    async def __call__(self, attempt: Attempt) -> Judged:
+        verdict = await self._thread.run(self._verdict(self.rubric.prompt(attempt)))
+        return Judged(self.name, self.weight, redacted(verdict), resolution=self.resolution)
+
+    def gauges(self) -> Gauges:
+        """Since the last call: seconds of a judgement, requests and repeated tries, and of the verdicts asked for the
+        shares that were kept from before and that failed."""
+        with self._lock:
+            taken, self._counts = self._counts, {}
+        return {f"verifier/{self.name}/{n}": Gauge(*x) for n, x in taken.items()}
+
+    def close(self) -> None:
+        """Close the connections and stop the thread."""
+        self._thread.close(self.endpoint.close)
+        self._kept.clear()
+
+    async def _verdict(self, prompt: str) -> Verdict:
+        """The verdict about a question: of an equal one where it was judged, or is being judged."""
+        name = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=16).digest()
+        found = self._kept.get(name)
+        if found is not None and found.done() and (found.cancelled() or found.exception() or _broken(found.result())):
+            found = None
+        self._count("cached", float(found is not None))
+        if found is None:
+            found = self._kept[name] = asyncio.create_task(self._judged(prompt))
+            while len(self._kept) > KEPT:
+                self._kept.pop(next(iter(self._kept)))
+        verdict = await asyncio.shield(found)
+        self._count("failed", float(_broken(verdict)))
+        return verdict
+
+    async def _judged(self, prompt: str) -> Verdict:
+        begun, before, text = time.monotonic(), self.endpoint.retried, ""
+        try:
+            look = self._model = self._model or await self._looked_up()
+            for draw in range(DRAWS):
+                if self.calls >= self.settings.calls:
+                    return Verdict.failed(
+                        "calls",
+                        f"{self.name} was asked {self.calls:,} times, the most that judge.calls allows; raise it",
+                    )
+                self.calls += 1
+                text = _said(await self.endpoint.post(*self._request(look, prompt, draw)))
+                if (read := self.rubric.read(text)) is not None:
+                    return Verdict.value(read[0], why=read[1][:QUOTED])
+        except EndpointError as error:
+            return Verdict.failed("outage", str(error))
+        finally:
+            self._count("seconds", time.monotonic() - begun)
+            self._count("retried", float(self.endpoint.retried - before))
+        wanted = f"{self.settings.answer} from {self.settings.low:g} to {self.settings.high:g}"
+        return Verdict.failed("unreadable", f"{self.name} was asked for {wanted} and said {text[:QUOTED]!r}")
+
+    async def _looked_up(self) -> RemoteModel:
+        try:
+            return await discover(self.endpoint, self.settings.model)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: set judge.model. {error}") from error
+
+    def _request(self, look: RemoteModel, prompt: str, draw: int) -> tuple[str, dict[str, Any]]:
+        """(path, body). The first draw is the most probable answer; the later ones are drawn."""
+        s, chat = self.settings, self.settings.api == "chat"
+        body: dict[str, Any] = {"model": look.model, "temperature": min(draw, 1), "seed": draw}
+        body["max_completion_tokens" if chat and look.dialect == "openai" else "max_tokens"] = s.max_tokens
+        body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        if s.answer == "json":
+            schema = {"name": "verdict", "strict": True, "schema": self.rubric.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return ("/chat/completions" if chat else "/completions"), body
+
+    def _count(self, name: str, value: float) -> None:
+        with self._lock:
+            total, count = self._counts.get(name, (0.0, 0))
+            self._counts[name] = (total + value, count + 1)
+
+
+def _broken(verdict: Verdict) -> bool:
+    return verdict.state is State.FAILED
+
+
+def _said(answer: Any) -> str:
+    """The text of an answer's first choice; EndpointError where there is none."""
+    try:
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+    except (KeyError, IndexError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise EndpointError("the judge's answer has no choice with a text", "judge")
+    return text
