@@ -17,9 +17,6 @@ from posttrain.environment.columns import Columns
 from posttrain.environment.rows import source_rows
 from posttrain.role.prompts import RevisitingTasks
 
-READS_ANSWER = ("exact", "last_integer", "contains", "math")
-"""Built-in rewards that compare with the column of answers."""
-
 
 def without_answers(run: Run, given: Collection[str], objects: Given) -> tuple[Run, tuple[str, ...]]:
     """The run without the rewards of its recipe where a row of the user's data has no answer that they could read, and
@@ -34,7 +31,7 @@ def without_answers(run: Run, given: Collection[str], objects: Given) -> tuple[R
     theirs = "env.prompts" in given and not any(g.split(".")[:2] == ["env", "rewards"] for g in given)
     if env.name != "prompts" or env.prompts is None or not theirs:
         return run, ()
-    if not any(r.function in READS_ANSWER for r in env.rewards):
+    if not env.rewards:
         return run, ()
     args = {k: v for k, v in env.args.items() if k in ("answer_column", "split")}
     columns = replace(Columns(), **args)

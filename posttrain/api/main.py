@@ -31,6 +31,7 @@ from posttrain.core.certificate import FAILED, ExportCertificate
 from posttrain.core.checkpoint import find
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, RunFolderError
+from posttrain.core.gauge import Step
 from posttrain.core.given import Given
 from posttrain.core.ladders import AnyAlgorithm
 from posttrain.core.over_ranks import SECONDS, Parallel, RankOptions, torchrun_rank, under_torchrun
@@ -56,6 +57,7 @@ def run(
     algorithm: str | AnyAlgorithm | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
+    on_step: Callable[[Step], object] | None = None,
     quiet: bool = False,
     allow_fault: bool = False,
     trust: bool = False,
@@ -69,27 +71,27 @@ def run(
     """Run a recipe, or go on with a run that was cut or that shall be longer.
 
     Args:
-        recipe: name of a shipped recipe, or a `Run` of your own.
-        overrides: dotted `key=value` changes.
-        env: an environment by name, `posttrain.prompts(...)`, rows as that takes them, or an environment of your own:
-            a class or an object.
+        recipe: name of a shipped recipe, or a `Run` of your own. overrides: dotted `key=value` changes.
+        env: an environment by name, `posttrain.prompts(...)`, rows as that takes them, or a class or object of yours.
         rewards: reward functions, names of built-ins or `path.py:function`, each alone or with its weight:
             `[right, ("think_format", 0.2)]`. Functions run in this process.
         algorithm: by its name, or an `Algorithm` or `PreferenceAlgorithm` of your own.
         out: run folder; default runs/RECIPE-DATE-TIME.
         resume: a run folder, or a checkpoint in it, to go on with. No recipe is given then, and only settings that
             change no past step: `run(resume="runs/mine", steps=200)`. Objects are handed again.
+        on_step: called after each step with its line of the record (`core.gauge.Step`). Where it returns True the stage
+            is finished there and the run ends; `resume` goes on with the stages that are left.
         allow_fault: start even though `fault=NAME` plants a bug on purpose (`posttrain faults`).
         trust: allow what somebody else's folder or YAML file asks for: code, addresses, secrets, files elsewhere.
-        accept_changed: with `resume`, go on although data, rewards or models that it reads were changed.
+        accept_changed: with `resume`, go on although data, rewards or models were changed.
         nproc: train with so many processes on this machine, each with a part of the weights (docs/shards.md).
         rank_timeout: seconds that one of them waits for the others before the run stops and says for whom.
-        replicas: copies of the weights among these processes; each copy is cut over the same number of them.
+        replicas: copies of the weights among these processes; each is cut over the same number of them.
         parallel: how they share the model: `rows` of weights, `tensor` (columns and rows of layers), or `experts`.
         settings: any other setting by its name: `model="my-model", steps=50, sampling={"max_tokens": 64}`.
     """
-    named = {"env": env, "algorithm": algorithm}
-    words = [*overrides, *setting_words({n: v for n, v in named.items() if isinstance(v, str)} | settings)]
+    named = {n: v for n, v in (("env", env), ("algorithm", algorithm)) if isinstance(v, str)}
+    words = [*overrides, *setting_words(named | settings)]
     own = None if isinstance(algorithm, str) else algorithm
     handed = HandedObjects(None if isinstance(env, str) else env, rewards, own)
     ranks = RankOptions(nproc=nproc, seconds=rank_timeout, replicas=replicas, parallel=parallel)
@@ -98,7 +100,7 @@ def run(
 
         sys.exit(follow(ranks))
     flags = {"quiet": quiet, "allow_fault": allow_fault, "trust": trust, "accept_changed": accept_changed}
-    options = RunOptions(out=out, resume=resume, ranks=ranks, handed=handed, **flags)
+    options = RunOptions(out=out, resume=resume, ranks=ranks, handed=handed, on_step=on_step, **flags)
     with requested(recipe, words, options) as request:
         from posttrain.api.result import Result
         from posttrain.api.session import open_session

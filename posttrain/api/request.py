@@ -3,7 +3,7 @@ once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError
+from posttrain.core.gauge import Step
 from posttrain.core.given import Given
 from posttrain.core.over_ranks import RankOptions, check_ranks, torchrun_restarts, under_torchrun
 from posttrain.core.placement import check_machine
@@ -59,6 +60,8 @@ class RunOptions:
     ranks: RankOptions = RankOptions()
     handed: HandedObjects = HandedObjects()
     """Objects of the Python program that starts it."""
+    on_step: Callable[[Step], object] | None = None
+    """Called after each step; it ends the run where it returns True."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,8 @@ class RunRequest:
     """Objects that a Python program handed to the run."""
     ranks: RankOptions = RankOptions()
     """The processes that train its model together."""
+    on_step: Callable[[Step], object] | None = None
+    """Called after each step."""
 
     @property
     def environment(self) -> Environment:
@@ -134,7 +139,8 @@ def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
             asked = replace(asked, run=with_epochs(asked.run, asked.given, environment, others))
         check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
         check_ranks(asked.run, options.ranks)
-        yield replace(asked, quiet=options.quiet, ranks=options.ranks, environments=tuple(environments), others=others)
+        asked = replace(asked, quiet=options.quiet, ranks=options.ranks, on_step=options.on_step)
+        yield replace(asked, environments=tuple(environments), others=others)
 
 
 def started_again(options: RunOptions) -> bool:

@@ -96,6 +96,8 @@ class RunSession:
                 if isinstance(pool := self.parts.sampler, EnginePool):
                     self.terminal.roles = RoleWatch(pool, self.parts, stage.clock)
                 await stage.run()
+                if self.stopper.asked:
+                    break
         for tracker in self.parts.trackers:
             tracker.close(final_scalars(self.results))
 
@@ -190,7 +192,9 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     if checkpoint is not None and not quiet:
         terminal.say(resume_line(run, progress, book.folder))
     kept = checkpoint.folder if checkpoint is not None else None
-    return RunSession(run, book, parts, policy, terminal, progress, kept, quiet, Stopper(), cleanup)
+    return RunSession(
+        run, book, parts, policy, terminal, progress, kept, quiet, Stopper(on_step=request.on_step), cleanup
+    )
 
 
 def price_lines(run: Run) -> tuple[str, ...]:

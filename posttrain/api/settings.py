@@ -25,8 +25,8 @@ from posttrain.core.step_labels import StepLabeling
 from posttrain.environment.make import shipped_class
 
 MAIN: dict[type, tuple[str, ...]] = {
-    Run: ("model", "env", "env.prompts", "env.rewards", "env.heldout", "engine", "seed", "trackers"),
-    Supervised: ("style", "steps", "batch", "optimizer.lr"),
+    Run: ("model", "model.lora", "env", "env.prompts", "env.rewards", "env.heldout", "engine", "seed", "trackers"),
+    Supervised: ("style", "epochs", "steps", "batch", "optimizer.lr"),
     Reinforce: (
         "algorithm",
         "steps",

@@ -15,8 +15,9 @@ from posttrain.api.policy_only import refuse_reward_model
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import damage_beside, find
 from posttrain.core.errors import ConfigError, DataError, RunFolderError, UntrustedError
-from posttrain.core.reader import is_run, run_file
+from posttrain.core.reader import folder_of, is_run, run_file
 from posttrain.core.run import Env, Model, Reinforce, Run
+from posttrain.core.shell import command_line
 from posttrain.engine.locate import check_source
 from posttrain.engine.saved_adapter import saved_adapter
 
@@ -172,9 +173,15 @@ def adapter_base(folder: Path) -> str:
     if model.lora is None:
         raise ConfigError(f"{folder} trained all weights, so there is no adapter to write: leave --adapter out")
     if model.path is None or run_source(model.path) is not None:
+        way = ""
+        if model.path is not None:
+            source, name = folder_of(model.path)
+            word = ("--checkpoint", name) if name else ()
+            way = ". To have the adapter alone, write what lies beneath first and train with model=my-base:"
+            way += f" {command_line('export', source, 'my-base', *word)}"
         raise ConfigError(
-            f"{folder} trained an adapter over weights that {'it' if model.path is None else 'another run'} made, and"
-            " PEFT wants them as a model directory. Leave --adapter out, and the merged model is written"
+            f"{folder} trained an adapter over weights that {'it' if model.path is None else model.path} made, and"
+            f" PEFT wants them as a model directory. Leave --adapter out, and the merged model is written{way}"
         )
     saved = saved_adapter(model.path)
     return model.path if saved is None else saved.base

@@ -25,6 +25,8 @@ NARROW = 60
 WIDEST = 120
 FEW = 6
 """Choices up to this many are listed beside a setting; more are in its own help."""
+ARGS = 8
+"""So many settings of an environment are listed in its entry."""
 LONGEST = 30
 """Characters of a value; of a longer one, such as a path, the end is shown."""
 
@@ -104,7 +106,7 @@ def _arguments(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Itera
     """The settings of the run's environment itself, in one entry."""
     own = [s for g in found for s in g.settings if s.path.startswith("env.args.")]
     if own:
-        names = ", ".join(f"{s.path.removeprefix('env.args.')}={_short(visible(s.now)) or 'none'}" for s in own)
+        names = ", ".join(f"{s.path.removeprefix('env.args.')}={_short(visible(s.now)) or 'none'}" for s in own[:ARGS])
         said = f"What {visible(run.env.name)} takes: {names} (more: --help=env.args)."
         yield from _lines([Setting("env.args.NAME", (), said, "")], columns)
 

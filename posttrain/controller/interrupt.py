@@ -1,5 +1,6 @@
-"""Ends a run early on a signal: the step that is running is finished, a checkpoint is written, and the run ends. A step
-that waits, and does not end, is cancelled."""
+"""Ends a run early. On a signal the step that is running is finished, a checkpoint is written, and the run ends; a step
+that waits, and does not end, is cancelled. Where the program's own `on_step` asks, the stage is finished after its
+step, and the run ends."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from posttrain.core.errors import PosttrainError
+import numpy as np
+
+from posttrain.core.errors import ConfigError, PosttrainError
+from posttrain.core.gauge import Step
 from posttrain.core.visible import leave_lost_terminal
 
 GRACE = 20.0
@@ -34,6 +38,10 @@ class Stopper:
 
     number: int = 0
     """Of the signal that came; 0 while none has."""
+    on_step: Callable[[Step], object] | None = None
+    """The program's own function, called after each step."""
+    asked: bool = False
+    """Whether it has ended the run: its stage is finished here, and none follows."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -54,6 +62,20 @@ class Stopper:
     def stop(self, number: int) -> None:
         """End the run after its step, as this signal does. For a program that waits in another thread."""
         self.number = number
+
+    def after(self, step: Step) -> str:
+        """Calls `on_step` with a step that is in the record. Returns why its stage ends here, or ''.
+
+        Raises:
+            ConfigError: it returned neither a bool nor None.
+        """
+        said = None if self.on_step is None else self.on_step(step)
+        if said is not None and not isinstance(said, bool | np.bool_):
+            raise ConfigError(
+                f"on_step returned a {type(said).__name__}: return True to end the run after this step, else nothing"
+            )
+        self.asked = bool(said)
+        return f"on_step ended the run at step {step.index}" if said else ""
 
     async def ended(self, work: Coroutine[Any, Any, None], step: Callable[[], int]) -> bool:
         """Do the work of a stage. False where SIGTERM or SIGHUP came and the step of then did not end: within `GRACE`

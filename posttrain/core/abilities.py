@@ -320,10 +320,11 @@ def judgements(environment: Any) -> Judgements:
     """The judgements of an environment. Raises ConfigError if it has none."""
     found = declared(environment).judgements
     if found is None:
+        own = "or give it abilities with judgements=Judgements(kinds, draw) (posttrain.core.abilities)"
+        said = "; docs/preference_data.md has every form" if environment.name == "prompts" else f", {own}"
         raise ConfigError(
             f"environment {environment.name!r} has no judged completions. Give rows with the columns chosen and"
-            " rejected (env.name=prompts env.prompts=FILE), or give it abilities with judgements=Judgements(kinds,"
-            " draw) (posttrain.core.abilities)"
+            f" rejected: env=prompts env.prompts=FILE{said}"
         )
     return found
 

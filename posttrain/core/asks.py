@@ -131,9 +131,10 @@ def _secret(name: str) -> Found:
     return Kind.SECRET, f"sends the value of the environment variable {name}"
 
 
-def _trackers(names: tuple[str, ...]) -> Found:
+def _trackers(names: tuple[str, ...], run: Run) -> Found:
     if "wandb" in names:
-        return Kind.ADDRESS, "sends settings and numbers to Weights & Biases, under your account"
+        what = "settings, numbers, prompts and completions" if run.log_completions else "settings and numbers"
+        return Kind.ADDRESS, f"sends {what} to Weights & Biases, under your account"
     return (Kind.OUTSIDE, "writes into your trackio project") if "trackio" in names else None
 
 
@@ -181,7 +182,7 @@ DECIDED: dict[str, Decision] = {
         (Kind.ADDRESS, "sends weights to whoever connects to a port of this machine") if x == "collective" else None
     ),
     "Ray.address": lambda x, _: (Kind.ADDRESS, f"sends the model and prompts to the Ray cluster {x}, which runs code"),
-    "Run.trackers": lambda x, _: _trackers(x),
+    "Run.trackers": _trackers,
 }
 """For each field a function from its value to what that asks for, None for nothing. Of a mapping it gets each entry."""
 

@@ -186,8 +186,6 @@ class Supervised(Stage):
     """Sequences per optimizer step."""
     epochs: float | None = None
     """Passes over the training rows. Where it is set it decides `steps`. None: `steps` does."""
-    patience: int = 0
-    """Stop after so many held-out evaluations in a row (`eval_every`) whose loss is not the lowest so far. 0: never."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,11 +193,6 @@ class Supervised(Stage):
             raise ConfigError(f"{self.name}.batch={self.batch}: must be >= 1")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise ConfigError(f"{self.name}.epochs={self.epochs:g}: must be > 0, or none")
-        if self.patience < 0 or (self.patience and not self.eval_every):
-            raise ConfigError(
-                f"{self.name}.patience={self.patience}: counts held-out evaluations, so it must be >= 0 and needs"
-                f" {self.name}.eval_every, such as {max(1, self.steps // 10)}"
-            )
         if not 0 <= self.wrong <= 1:
             raise ConfigError(f"{self.name}.wrong={self.wrong}: a share in [0, 1]")
 
@@ -210,9 +203,11 @@ class Supervised(Stage):
     def refuses(self, env: str, styles: tuple[str, ...]) -> str:
         if self.style in styles:
             return ""
+        way = "Give rows with messages, a text or a completion" if env == "prompts" else "Give another env"
+        way = f"Set {self.name}.style={styles[0]}" if styles else way
         return (
-            f"{self.name}.style={self.style!r}: environment {env!r} writes {offered(styles)}. Leave the stage out with"
-            f" {self.name}=none, or give it another style"
+            f"{self.name}.style={self.style!r}: environment {env!r} writes {offered(styles)}. {way}, or leave the stage"
+            f" out with {self.name}=none"
         )
 
 
@@ -263,6 +258,8 @@ class Run:
     """CPU threads for torch. 0: all cores of the machine (recorded in run.json)."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where its numbers are also shown, beside its own folder."""
+    log_completions: int = 0
+    """Completions of each RL step that trackers get too, with prompt and reward, as a table. 0: text stays here."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints are kept, beside the best one."""
     record_episodes: bool = True
@@ -272,9 +269,14 @@ class Run:
     worthless, so it only starts with --allow-fault. None: no bug."""
 
     def __post_init__(self) -> None:
-        for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1)):
+        for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1), ("log_completions", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be >= {least}")
+        if self.log_completions and not (self.record_episodes and self.trackers):
+            raise ConfigError(
+                f"log_completions={self.log_completions}: they are read from the run's record and go to trackers; set"
+                " trackers=wandb (or another one), and leave record_episodes as it is"
+            )
         ahead = next((s.name for s in self.stages if isinstance(s, Reinforce) and s.staleness), "")
         for why in engine_refusals(
             self.engine, self.model.kernels, self.model.lora is not None, self.deterministic, self.exact, ahead

@@ -213,6 +213,9 @@ class Stage(Open, begin=True):
     evaluates before it begins."""
     eval_every: int = 0
     """Steps between held-out evaluations (0: none during the stage)."""
+    patience: int = 0
+    """Stop after so many held-out evaluations in a row (`eval_every`) that are not the best so far. Best is the lowest
+    loss of a stage that imitates, else the highest mean reward, else the most judged pairs ordered right. 0: never."""
     checkpoint_every: int = 100
     """Steps between checkpoints (0: only at the end of the stage)."""
     hands_on: bool = True
@@ -236,7 +239,11 @@ class Stage(Open, begin=True):
                 f"{self.name}: eval=false measures nothing, and eval_every={self.eval_every} asks for it; set"
                 " eval_every=0"
             )
-
+        if self.patience < 0 or (self.patience and not self.eval_every):
+            raise ConfigError(
+                f"{self.name}.patience={self.patience}: counts held-out evaluations, so it must be >= 0 and needs"
+                f" {self.name}.eval_every, such as {max(1, self.steps // 10)}"
+            )
         self._check_horizon()
 
     def _check_horizon(self) -> None:

@@ -50,7 +50,8 @@ def environment(config: Env, seed: int, given: Given = Given()) -> Any:
         return read_tasks(config, args, seed, given)
     if config.data:
         raise ConfigError(
-            f"env.prompts={config.prompts!r} is read only with env.name='prompts', but env.name={config.name!r}"
+            f"env.prompts={config.prompts!r} is not read by the environment {config.name!r}: set env=prompts too, or"
+            " leave env.prompts out"
         )
     judges = sources(config.rewards, where=config.sandbox, given=given)
     common = {

@@ -145,3 +145,12 @@ def test_what_is_exported_computes_what_was_train(train: Train, model: Path, tmp
 def test_a_run_of_all_weights_has_no_adapter_to_export(full: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave --adapter out"):
         posttrain.export(full, tmp_path / "x", adapter=True)
+
+
+def test_an_adapter_over_another_run_says_the_way_out(train: Train, full: Path, tmp_path: Path) -> None:
+    over = train(full, tmp_path / "over", 1)
+    with pytest.raises(ConfigError, match=rf"train with model=my-base: .*export {full} my-base --checkpoint"):
+        posttrain.export(over, tmp_path / "x", adapter=True)
+    base = posttrain.export(full, tmp_path / "my-base")
+    posttrain.export(train(Path(base), tmp_path / "again", 1), tmp_path / "alone", adapter=True)
+    assert (tmp_path / "alone" / "adapter_config.json").exists()

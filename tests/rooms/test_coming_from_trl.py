@@ -18,17 +18,19 @@ import shlex
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from engine_parts import tiny
 from page_parts import SPAN, cells, settable
-from run_parts import model_at
+from template_parts import FAMILIES, tokenizer
 
 import posttrain
 from posttrain.core.errors import ConfigError
 from posttrain.core.run import Model
+from posttrain.engine.tiny import build_module
 from posttrain.recipe.recipes import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -220,50 +222,151 @@ def test_the_check_refuses_what_cannot_be_set() -> None:
             settable(recipe("grpo"), words)
 
 
-# --- the whole run, side by side --------------------------------------------------------------------------------------
+# --- four scripts, side by side ---------------------------------------------------------------------------------------
 
-TOY = ("rl.steps=1", "rl.prompts=2", "rl.siblings=2", "rl.sampling.max_tokens=4", "env.heldout=1", "threads=1")
+TOYS = {
+    "sft": ("sft.batch=2", "env.heldout=1"),
+    "dpo": ("dpo.steps=2", "dpo.batch=2", "env.heldout=1"),
+    "reward_model": ("reward_model.steps=2", "reward_model.batch=2", "env.heldout=1"),
+    "grpo": ("rl.steps=1", "rl.prompts=2", "rl.siblings=2", "rl.sampling.max_tokens=4", "env.heldout=1"),
+    "arithmetic": ("rl.steps=3", "rl.prompts=2", "rl.siblings=2", "env.heldout=4", "rl.eval_every=0"),
+}
+"""Sizes in place of those on the page."""
 
 
 def blocks(kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
+def small(name: str, words: Iterable[str]) -> list[str]:
+    toy = [*TOYS[name], "threads=1"]
+    return [w for w in words if w.partition("=")[0] not in {t.partition("=")[0] for t in toy}] + toy
+
+
+def chat_model(folder: Path) -> None:
+    """A model with the template of Qwen, as the quick starts use one."""
+    words = tokenizer(FAMILIES["qwen2.5"])
+    words.eos_token = "<|im_end|>"
+    build_module(dataclasses.replace(tiny("qwen3"), context=256), words, 0).save_pretrained(folder)
+    words.save_pretrained(folder)
+
+
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the page's data, its reward, and a tiny model called my-model."""
     monkeypatch.chdir(tmp_path)
-    lines = blocks("json")[0].strip().splitlines()
-    Path("mine.jsonl").write_text("\n".join([*lines, *(x.replace("What is", "And") for x in lines)]) + "\n")
+    for name, text in zip(("chat.jsonl", "pairs.jsonl", "mine.jsonl"), blocks("json"), strict=True):
+        rows = text.strip().splitlines()
+        Path(name).write_text("\n".join([*rows, *(x.replace("What is", "And") for x in rows)]) + "\n")
     Path("mine.py").write_text(next(b for b in blocks("python") if b.startswith("# mine.py")))
-    model_at(tmp_path / "my-model", tokenizer="byte_level")
+    chat_model(tmp_path / "my-model")
     return tmp_path
 
 
-def test_the_command_line_runs_as_printed(there: Path) -> None:
+def test_the_command_lines_run_as_printed(there: Path) -> None:
     from posttrain.cli import main
 
-    for line in blocks("sh")[0].strip().splitlines():
-        words = shlex.split(line)
-        assert words[0] == "posttrain"
-        toy = list(TOY) if words[1] == "run" else []
-        given = [w for w in words[1:] if w.partition("=")[0] not in {t.partition("=")[0] for t in toy}]
-        assert main([*given, *toy]) == 0
-    assert (there / "trained" / "config.json").exists()
+    for line in "".join(blocks("sh")).strip().splitlines():
+        words = shlex.split(line)[1:]
+        if words[0] == "run":
+            words = [*words[:2], *small(words[1], words[2:-2]), *words[-2:]]
+        assert main(words) == 0, line
+    made = ("sft-model", "dpo-model", "reward-model", "merged")
+    assert all((there / name / "config.json").exists() for name in made)
+    assert (there / "adapter" / "adapter_config.json").exists()
 
 
-def test_the_program_runs_as_printed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = next(b for b in blocks("python") if "posttrain.run(" in b)
-    real = posttrain.run
-
-    def small(recipe: str, *words: str, **more: Any) -> Any:
-        kept = [w for w in words if w.partition("=")[0] not in {t.partition("=")[0] for t in TOY}]
-        return real(recipe, *kept, *TOY, quiet=True, **more)
-
-    monkeypatch.setattr(posttrain, "run", small)
+@pytest.mark.prove
+def test_the_programs_run_as_printed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, ours = posttrain.run, [b for b in blocks("python") if "posttrain.run(" in b]
+    monkeypatch.setattr(posttrain, "run", lambda name, *words, **more: real(name, *small(name, words), **more))  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.syspath_prepend(there)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    space: dict[str, Any] = {}
-    exec(compile(text, str(PAGE), "exec"), space)
+    for text in ours:
+        exec(compile(text, str(PAGE), "exec"), {})
     sys.modules.pop("mine")
-    assert (there / "trained-from-python" / "config.json").exists() and space["result"].run.recipe == "grpo"
+    assert len(ours) == 5
+    for name in ("sft-python", "dpo-python", "reward-python", "grpo-python"):
+        assert (there / name / "config.json").exists()
+
+
+# --- the quick starts of TRL's documentation, on rows of the same form ------------------------------------------------
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def asked(i: int) -> list[dict[str, str]]:
+    return [said("user", f"What is {i}+{i + 1}?")]
+
+
+def answered(i: int, text: str) -> list[dict[str, str]]:
+    return [*asked(i), said("assistant", text)]
+
+
+HUB: dict[str, Callable[[int], dict[str, Any]]] = {
+    "trl-lib/Capybara": lambda i: {
+        "source": "Dove",
+        "messages": [
+            *answered(i, f"It is {2 * i + 1}."),
+            said("user", "Twice that?"),
+            said("assistant", f"{4 * i + 2}"),
+        ],
+        "num_turns": 2,
+    },
+    "trl-lib/ultrafeedback_binarized": lambda i: {
+        "chosen": answered(i, f"It is {2 * i + 1}."),
+        "rejected": answered(i, "I do not know."),
+        "score_chosen": 8.5,
+        "score_rejected": 3.0,
+    },
+    "trl-lib/DeepMath-103K": lambda i: {"prompt": asked(i), "solution": f"${2 * i + 1}$"},
+    "trl-lib/tldr": lambda i: {"prompt": f"SUBREDDIT: r/sums POST: {i}+{i + 1}? TL;DR:", "completion": f" {2 * i + 1}"},
+}
+"""Data sets that the quick starts load, as rows of the same columns."""
+REWARDS = """
+from math_verify import parse, verify
+
+
+def reward_num_unique_letters(completions, **kwargs):
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+
+
+def accuracy_reward(completions, solution, **kwargs):
+    def one(text, wanted):
+        gold = parse(wanted, parsing_timeout=None)
+        found = parse(text, parsing_timeout=None)
+        return float(verify(gold, found, timeout_seconds=None)) if gold else None
+
+    return [one(c[0]["content"], s) for c, s in zip(completions, solution, strict=True)]
+"""
+QUICK = {
+    "sft": ("sft", "trl-lib/Capybara", ()),
+    "sft of prompts and completions": ("sft", "trl-lib/tldr", ()),
+    "dpo": ("dpo", "trl-lib/ultrafeedback_binarized", ()),
+    "reward model": ("reward_model", "trl-lib/ultrafeedback_binarized", ()),
+    "grpo": ("grpo", "trl-lib/DeepMath-103K", ("env.rewards=rewards.py:accuracy_reward",)),
+    "grpo with LoRA": (
+        *("grpo", "trl-lib/DeepMath-103K"),
+        ("env.rewards=rewards.py:reward_num_unique_letters", "model.lora.rank=8"),
+    ),
+}
+"""Recipe, data set and the further words of each quick start."""
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", QUICK)
+def test_a_quick_start_of_trl_runs_with_the_paths_changed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model and data are given, and sizes are small: no other setting is needed, and no column renamed."""
+    recipe_name, data, words = QUICK[name]
+    monkeypatch.chdir(tmp_path)
+    chat_model(Path("Qwen2.5-0.5B"))
+    Path("data.jsonl").write_text("".join(json.dumps(HUB[data](i)) + "\n" for i in range(12)))
+    Path("rewards.py").write_text(REWARDS)
+    toys = (*TOYS[recipe_name], *(("sft.steps=2",) if recipe_name == "sft" else ()), "threads=1")
+    result = posttrain.run(recipe_name, "model=Qwen2.5-0.5B", "env.prompts=data.jsonl", *words, *toys, out="run")
+    (stage,) = result.stages
+    assert stage.loss if recipe_name == "sft" else stage.agreement if recipe_name != "grpo" else stage.reward

@@ -308,3 +308,48 @@ async def test_a_run_inside_a_running_loop(tmp_path: Path) -> None:
     result = posttrain.run("grpo", HELD, env=ROWS, rewards=[right], out=tmp_path / "r", **TINY)
     assert json.loads((tmp_path / "r" / "run.json").read_text())["objects"][0]["name"] == "right"
     assert result.stages[0].steps == 2
+
+
+# --- a function of each step ------------------------------------------------------------------------------------------
+
+FEW = ("sft.steps=2", "rl.steps=4", "rl.prompts=2", "rl.siblings=2", "rl.eval_every=0", "env.heldout=4", "threads=1")
+
+
+def test_on_step_sees_each_line_of_the_record_and_ends_the_run(tmp_path: Path) -> None:
+    seen = list[tuple[str, int]]()
+
+    def watch(step: Any) -> bool:
+        seen.append((step.stage, step.index))
+        return step.stage == "rl" and step.index == 2
+
+    result = posttrain.run("arithmetic", *FEW, on_step=watch, out=tmp_path / "a", quiet=True)
+    assert seen == [("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2)] == [(s.stage, s.index) for s in steps(tmp_path / "a")]
+    assert result.stages[-1].why == "on_step ended the run at step 2" and result.accuracy is not None
+
+
+def test_a_run_that_on_step_ended_goes_on_with_the_stages_that_are_left(tmp_path: Path) -> None:
+    posttrain.run("arithmetic", *FEW, on_step=lambda step: step.index == 1, out=tmp_path / "a", quiet=True)
+    assert [(s.stage, s.index) for s in steps(tmp_path / "a")] == [("sft", 1)]
+    result = posttrain.run(resume=tmp_path / "a", quiet=True)
+    assert [s.name for s in result.stages] == ["sft", "rl"] and result.stages[-1].steps == 4
+
+
+def test_what_on_step_returns_is_read_strictly(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="on_step returned a float: return True to end the run"):
+        posttrain.run("arithmetic", *FEW, on_step=lambda step: 0.5, out=tmp_path / "a", quiet=True)
+    with pytest.raises(ZeroDivisionError):
+        posttrain.run("arithmetic", *FEW, on_step=lambda step: 1 / 0, out=tmp_path / "b", quiet=True)
+
+
+def test_a_stage_of_each_kind_stops_where_its_measure_is_no_longer_the_best(tmp_path: Path) -> None:
+    """At a rate of almost nothing no evaluation is better than the first."""
+    still = ("rl.optimizer.lr=1e-12", "rl.eval_every=1", "rl.patience=2", "rl.steps=9")
+    few = [w for w in FEW if not w.startswith(("rl.steps", "rl.eval_every"))]
+    result = posttrain.run("arithmetic", *few, *still, out=tmp_path / "a", quiet=True)
+    (stage,) = [s for s in result.stages if s.name == "rl"]
+    assert stage.steps == 3 and "held-out mean reward was highest after step 1" in stage.why
+    still = ("dpo.optimizer.lr=1e-12", "dpo.eval_every=1", "dpo.patience=2", "dpo.steps=9", "dpo.batch=4")
+    (stage,) = posttrain.run(
+        "dpo", "sft=none", "env.rewards=none", *still, "env.heldout=8", out=tmp_path / "b", quiet=True
+    ).stages
+    assert stage.steps == 3 and "held-out share of pairs was highest after step 1" in stage.why

@@ -164,11 +164,18 @@ def test_where_a_reward_is_missing_the_line_is_said(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = f"env.prompts={rows(tmp_path / 'm.jsonl', 'prompt and completion')}"
-    for words in (("grpo", data), ("grpo", data, "env.rewards=none"), ("verifiable", data, "env.rewards=none")):
+    for words in (
+        *(("grpo", data), ("grpo", data, "env.rewards=none")),
+        *(("verifiable", data), ("verifiable", data, "env.rewards=none")),
+    ):
         assert "Add env.rewards=mine.py:reward" in refused(capsys, "run", *words, f"model={model}", code=2)
     text = f"env.prompts={rows(tmp_path / 't.jsonl', 'text')}"
     said = refused(capsys, "run", "sft", text, f"model={model}", "env.rewards=exact", code=4)
     assert "t.jsonl:1: the row is a text, to which nothing can be answered" in said
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 8)
+    said = refused(capsys, "run", "sft", f"env.prompts={pairs}", f"model={model}", code=2)
+    assert "Set sft.style=chosen, or leave the stage out" in said
 
 
 @pytest.mark.parametrize(

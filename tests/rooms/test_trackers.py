@@ -6,13 +6,18 @@ import importlib.util
 import math
 import sqlite3
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from posttrain.api.trackers import Guarded, check_trackers, make_trackers, scalars
+import posttrain
+from posttrain.api.trackers import COLUMNS, CompletionTables, Guarded, check_trackers, make_trackers, scalars
+from posttrain.core.asks import asks
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Gauge, Step
+from posttrain.core.reader import read_episodes, steps
 from posttrain.core.run import Reinforce, Run
 
 
@@ -47,6 +52,58 @@ def test_tensorboard_reads_back(tmp_path: Path) -> None:
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("rl/rollout/reward")] == [(1, 0.25), (2, 0.5)]
     assert events.Scalars("final/rl")[0].value == 0.75 and "rl/bad" not in events.Tags()["scalars"]
+
+
+def test_variables_of_trackers_are_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "all"))
+    drive("tensorboard", tmp_path / "run")
+    assert list((tmp_path / "all" / "run").glob("events*")) and not (tmp_path / "run" / "trackers").exists()
+
+
+def test_wandb_takes_its_own_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    own = {"MODE": "offline", "SILENT": "true", "PROJECT": "mine", "NAME": "first", "RUN_ID": "abc", "TAGS": "a,b"}
+    for name, value in own.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    (tmp_path / "run").mkdir()
+    (tracker,) = make_trackers(run_with("wandb"), tmp_path / "run")
+    wandb: Any = tracker._inner._run  # type: ignore[attr-defined]
+    assert (wandb.project, wandb.name, wandb.id, wandb.tags) == ("mine", "first", "abc", ("a", "b"))
+    tracker.close({})
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_completions_go_to_trackers_only_where_asked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(name)
+    for variable, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("TRACKIO_DIR", str(tmp_path / "t"))):
+        monkeypatch.setenv(variable, value)
+    few = ("sft=none", "rl.steps=2", "rl.prompts=2", "rl.siblings=2", "rl.eval_every=0", "env.heldout=4", "threads=1")
+    words = (*few, f"trackers={name}", "log_completions=3")
+    posttrain.run("arithmetic", *words, out=tmp_path / "run", quiet=True)
+    assert "failed" not in capsys.readouterr().err
+    assert "sends settings, numbers, prompts and completions" in asked_of("wandb", 3)
+    assert "prompts" not in asked_of("wandb", 0)
+    rows = CompletionTables(tmp_path / "run", 3).rows(next(iter(steps(tmp_path / "run"))))
+    said = [r.episode for r in read_episodes(tmp_path / "run" / "episodes" / "rl-000001.npz")][:3]
+    assert [(r[0], r[2], r[3]) for r in rows] == [(1, e.text, e.reward) for e in said] and len(rows[0]) == len(COLUMNS)
+    if name == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "run" / "trackers" / "tensorboard"))
+        events.Reload()
+        assert len([t for t in events.Tags()["tensors"] if t.startswith("rl/completions/")]) == 3
+
+
+def asked_of(name: str, count: int) -> str:
+    return " ".join(a.what for a in asks(replace(run_with(name), log_completions=count)))
+
+
+def test_completions_need_a_tracker_and_the_record() -> None:
+    for more in ({}, {"trackers": ("wandb",), "record_episodes": False}):
+        with pytest.raises(ConfigError, match="they are read from the run's record and go to trackers"):
+            replace(run_with(), log_completions=2, **more)  # type: ignore[arg-type]
 
 
 def test_wandb_offline_and_resumed(

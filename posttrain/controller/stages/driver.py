@@ -18,7 +18,7 @@ from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.parts import MeasuredReport, RunParts
 from posttrain.controller.stages.kept_weights import keep, load_kept
 from posttrain.controller.stages.progress import Progress, Reopening, StageResult, StageState, state_fingerprint
-from posttrain.controller.stages.stage_result import is_recorded, measured_words, result_of
+from posttrain.controller.stages.stage_result import is_recorded, measured_words, result_of, waited_out
 from posttrain.core import reader
 from posttrain.core.abilities import declared
 from posttrain.core.batch import Packed
@@ -267,8 +267,9 @@ class Driver(ABC, Generic[S, T, A]):
             step = step if measured is None else replace(step, gauges=merge(step.gauges, measured.gauges()))
         if report is not None:
             step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
-        self.parts.tell(self.watch.line(replace(step, memory=self.clock.take_memory())))
-        s.ended = self.enough(report)
+        self.parts.tell(line := self.watch.line(replace(step, memory=self.clock.take_memory())))
+        asked = self.stopper.after(line)
+        s.ended = self.enough(report) or waited_out(self, report) or asked
         await self._border(report)
         return not s.ended
 

@@ -82,6 +82,12 @@ class StageState(Open, begin=True):
     """Fingerprint of the reference; '' where the stage reads none."""
     skipped: int = 0
     """Optimizer steps in a row that were left out, up to now."""
+    lowest: float | None = None
+    """The best held-out figure up to now, where `patience` counts: the loss, or minus what is better when it rises."""
+    lowest_at: int = 0
+    """The step after which it was measured."""
+    waited: int = 0
+    """Evaluations in a row since then."""
     ended: str = ""
     """Why the stage needs no further step, where a stop condition was met."""
     seconds: float = 0.0

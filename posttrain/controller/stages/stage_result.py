@@ -58,6 +58,29 @@ def measured_words(result: StageResult) -> str:
     return out
 
 
+def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -> str:
+    """Why a stage with `patience` ends after this evaluation, or ''."""
+    s, patience, loss = driver.state, driver.stage.patience, driver.heldout_loss
+    reward = report.reward.known if report else None
+    pairs = driver.agreed.accuracy.known if driver.agreed else None
+    found = (loss.score.mean, "loss") if loss else None
+    found = found or (reward and (-reward[0], "mean reward")) or (pairs and (-pairs[0], "share of pairs"))
+    if not patience or not found:
+        return ""
+    now, what = found
+    if s.lowest is None or now < s.lowest:
+        s.lowest, s.lowest_at, s.waited = now, s.step, 0
+    else:
+        s.waited += 1
+    if s.waited < patience:
+        return ""
+    most, more = ("lowest", "lower") if loss else ("highest", "higher")
+    return (
+        f"held-out {what} was {most} after step {s.lowest_at} ({abs(s.lowest):.3f}), and {patience} evaluations since"
+        f" were not {more}; stopped at step {s.step}"
+    )
+
+
 def is_recorded(driver: Driver[Any, Any, Any], judges: tuple[str, ...]) -> bool:
     """Whether the record has the evaluation of a stage's weights of now: of a stage that was cut behind it, or, before
     the first step, as the last one of the stage before, which evaluated the same weights in the same way. A run that

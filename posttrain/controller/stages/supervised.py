@@ -16,7 +16,6 @@ from posttrain.core.gauge import Step
 from posttrain.core.ports import TaskSource
 from posttrain.core.run import Supervised
 from posttrain.role.demonstrate import demonstrations
-from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.prompts import RevisitingTasks
 from posttrain.role.roles import SupervisedRoles
 
@@ -27,13 +26,6 @@ MANY = 20
 @dataclass
 class SupervisedState(StageState):
     """A minibatch is a function of (seed, stage, step), so nothing of the data is remembered."""
-
-    lowest: float | None = None
-    """The lowest held-out loss up to now, where `patience` counts."""
-    lowest_at: int = 0
-    """The step after which it was measured."""
-    waited: int = 0
-    """Evaluations in a row since then."""
 
 
 class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Supervised, state=SupervisedState):
@@ -70,21 +62,6 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Sup
                 h.environment, h.renderer, h.dialogue, self.stage, seed=seed, step=before, context=h.context
             )
         return DataBatch(index, batch)
-
-    def enough(self, report: EvaluationReport | None) -> str:
-        s, patience = self.state, self.stage.patience
-        if patience and self.heldout_loss is not None:
-            loss = self.heldout_loss.score.mean
-            if s.lowest is None or loss < s.lowest:
-                s.lowest, s.lowest_at, s.waited = loss, s.step, 0
-            else:
-                s.waited += 1
-            if s.waited >= patience:
-                return (
-                    f"held-out loss was lowest after step {s.lowest_at} ({s.lowest:.3f}), and {patience} evaluations"
-                    f" since were not lower; stopped at step {s.step}"
-                )
-        return super().enough(report)
 
 
 def many_passes(source: TaskSource, stage: Supervised) -> bool:
