@@ -229,8 +229,8 @@ class Env:
     """The environment, with its tasks and rewards."""
 
     name: str = "arithmetic"
-    """A gallery environment, `gym:TASK` for reasoning-gym, `verifiers:ID` for PrimeIntellect's verifiers, `prompts` for
-    the user's own data, or a class of your own: `path.py:Class`."""
+    """`prompts` for your own data, a gallery environment, `gym:TASK` of reasoning-gym, `verifiers:ID` of
+    PrimeIntellect's verifiers, or a class of your own: `path.py:Class`."""
     args: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
     """The environment's own settings. An unknown one is an error that names the valid ones."""
     prompts: str | None = None
