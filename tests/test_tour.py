@@ -22,33 +22,48 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.losses import PolicyLoss
+from posttrain.algorithm.losses import Likelihood, PolicyLoss
 from posttrain.algorithm.objective import Terms, objective
+from posttrain.algorithm.preference import PreferenceLoss
+from posttrain.algorithm.preference_whole import prepared
 from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.ladder import LADDER
+from posttrain.core.preference_ladder import DPO
 from posttrain.core.run import Model, Optimizer, Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.core.scored import Credit, Scored, ScoredGroup
 from posttrain.core.scores import TokenScores
-from posttrain.core.streams import REFERENCE, START, VALUE, WEIGHT
+from posttrain.core.streams import REFERENCE, SIDE, START, VALUE, WEIGHT
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.optimizer import StageOptimizer
+from posttrain.role.demonstrate import imitated
 from posttrain.role.pack import pack
 from posttrain.role.score import score
 from posttrain.role.trainer import Trainer
-from tour import dapo, grpo, ppo, reinforce
+from tour import dapo, dr_grpo, grpo, ladder, ppo, reinforce, rloo
 
 pytestmark = pytest.mark.prove
 
-PROGRAMS: dict[str, ModuleType] = {"reinforce": reinforce, "ppo": ppo, "grpo": grpo, "dapo": dapo}
+PROGRAMS: dict[str, ModuleType] = {
+    "reinforce": reinforce,
+    "rloo": rloo,
+    "ppo": ppo,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+}
+ALONE = ("reinforce", "ppo")
+"""Programs that ask each question once."""
 SAMPLING = Sampling(max_tokens=dapo.MAX_TOKENS, stop_ids=(0,))
 VOCABULARY = 20
+WHOLE = {**PROGRAMS, "ladder": ladder}
 every = pytest.mark.parametrize("name", PROGRAMS)
+whole = pytest.mark.parametrize("name", WHOLE)
 
 
 # --- the same answers on both sides ---------------------------------------------------------------------------------
@@ -66,7 +81,7 @@ class Drawn:
 
     def experience(self, name: str) -> object:
         known = (self.tokens, self.mask, self.mu, self.reward)
-        return PROGRAMS[name].Experience(*known, *([self.group] if name in ("grpo", "dapo") else []))
+        return PROGRAMS[name].Experience(*known, *([] if name in ALONE else [self.group]))
 
     def groups(self, sizes: Sequence[int]) -> list[Group]:
         """The same as the library's episodes; those that said as much as they may were cut off."""
@@ -104,7 +119,7 @@ def drawn(seed: int, sizes: Sequence[int], *, unique: bool) -> Drawn:
     ids = np.arange(count * longest).reshape(count, longest) if unique else draws
     reward = np.concatenate([_rewards(rng, n) for n in sizes])
     group = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    mu = np.where(mask, -rng.gamma(2.0, 0.5, mask.shape), 0.0)
+    mu = np.where(mask, -rng.gamma(2.0, 0.5, mask.shape), 0.0).astype(np.float32).astype(np.float64)
     return Drawn(torch.tensor(ids), torch.tensor(mask), torch.tensor(reward), group, torch.tensor(mu))
 
 
@@ -197,6 +212,10 @@ def of_tour(name: str, d: Drawn, s: Streams) -> Found:
     if name == "reinforce":
         advantage, weight = reinforce.advantages(d.reward, d.mask), reinforce.weights(d.mask)
         loss = reinforce.loss(s.logp, advantage, weight)
+    elif name == "rloo":
+        advantage = rloo.advantages(*rloo.charged(d.reward, d.mu, s.ref), d.group)[:, None] * d.mask
+        weight = rloo.weights(d.mask)
+        loss = rloo.loss(s.logp, advantage, weight)
     elif name == "ppo":
         advantage, returns = ppo.advantages(d.reward, s.value_start, d.mask)
         weight = ppo.weights(d.mask)
@@ -204,6 +223,9 @@ def of_tour(name: str, d: Drawn, s: Streams) -> Found:
     elif name == "grpo":
         advantage, weight = grpo.advantages(d.reward, d.group)[:, None] * d.mask, grpo.weights(d.mask)
         loss = grpo.loss(s.logp, s.start, s.ref, advantage, weight)
+    elif name == "dr_grpo":
+        advantage, weight = dr_grpo.advantages(d.reward, d.group)[:, None] * d.mask, dr_grpo.weights(d.mask)
+        loss = dr_grpo.loss(s.logp, s.start, advantage, weight)
     else:
         advantage = dapo.advantages(*dapo.shaped(d.reward, d.mask), d.group)[:, None] * d.mask
         weight = dapo.weights(d.mask, d.group)
@@ -256,6 +278,31 @@ def test_truncated_and_long_answers_are_among_the_drawn() -> None:
     assert 0.3 < outside < 0.7
 
 
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**31), pairs=st.integers(1, 5))
+def test_the_losses_of_the_ladder_are_the_librarys(seed: int, pairs: int) -> None:
+    """Likelihood and DPO, in float64, to 1e-12 for each token."""
+    d = drawn(seed, [2 * pairs], unique=True)
+    s = random_streams(d, seed)
+    (group,) = d.groups([2 * pairs])
+    order = [i + side * pairs for i in range(pairs) for side in (0, 1)]  # the library's: each pair lies together
+    segments = [group.episodes[i].segments[0] for i in order]
+    now, ref = (torch.cat([x[i, d.mask[i]] for i in order]) for x in (s.logp, s.ref))
+    side = np.concatenate([np.full(int(d.mask[i].sum()), int(i < pairs), np.int32) for i in order])
+    unit_E = np.repeat(np.arange(pairs, dtype=np.int32), 2)
+    batch = Batch.of(segments, unit_E=unit_E, streams={SIDE: side, REFERENCE: ref.numpy()})
+    now = TokenScores(now, None, None)
+    likelihood = Likelihood().terms(imitated(segments), now).loss
+    (preferred, _) = prepared(DPO, batch)
+    for ours, theirs in (
+        (ladder.likelihood(s.logp, d.mask), likelihood),
+        (ladder.dpo_loss(s.logp, s.ref), PreferenceLoss(DPO).terms(preferred, now).loss),
+    ):
+        assert abs(ours.item() - theirs.item()) <= 1e-12 * max(1.0, abs(ours.item()))
+        mine, right = (torch.autograd.grad(x, s.logp, retain_graph=True)[0] for x in (ours, theirs))
+        assert furthest(mine * d.mask, right) <= 1e-12
+
+
 # --- whole steps ----------------------------------------------------------------------------------------------------
 
 
@@ -299,7 +346,7 @@ class Plain(nn.Module):
         return {n.removeprefix("module."): p.detach() for n, p in self.named_parameters()}
 
 
-SIZES = {"reinforce": [1] * 8, "ppo": [1] * 8, "grpo": [3, 1, 4, 2], "dapo": [3, 1, 4, 4]}
+SIZES = {name: [1] * 8 if name in ALONE else [3, 1, 4, 4] for name in PROGRAMS}
 """Siblings of each question."""
 LR = 3e-3
 
@@ -340,7 +387,7 @@ def tour_steps(name: str, steps: Sequence[Drawn], policy: Plain, reference: Plai
     program = PROGRAMS[name]
     optimizer = program.optimizer_of(policy, LR)
     for d in steps:
-        program.step(policy, *([reference] if name == "grpo" else []), optimizer, d.experience(name))
+        program.step(policy, *([reference] if name in ("rloo", "grpo") else []), optimizer, d.experience(name))
 
 
 @every
@@ -369,17 +416,18 @@ def test_whole_steps_move_the_weights_alike(name: str, exact: bool, bound: float
     kind = "float64" if exact else "as shipped"
     print(f"{name}, {kind}: gap {gap:.1e}, largest move {moved:.1e}, {silenced:g} tokens clipped")
     assert moved > LR and gap <= bound
-    assert silenced > 0 or name == "reinforce"
+    assert silenced > 0 or name in ("reinforce", "rloo")
 
 
 # --- the programs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.prove
-@every
+@whole
 def test_it_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A short run already answers more held-out questions than before; its sampler and learner agree."""
-    before, after = PROGRAMS[name].learn(steps=10, lr=1e-3, demonstrations=80)
+    torch.set_num_threads(1)  # as the programs do
+    before, after = WHOLE[name].learn(steps=10, lr=1e-3, demonstrations=80)
     said = capsys.readouterr().out
     assert after > before + 0.05, said
     assert f"{after:.0%}" in said and f"{before:.0%}" in said
@@ -387,7 +435,7 @@ def test_it_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert gap < 1e-4
 
 
-@every
+@whole
 def test_help_names_the_flags(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [f"tour/{name}.py", "--help"])
     with pytest.raises(SystemExit):
@@ -401,17 +449,21 @@ def section(program: ModuleType, first: str, last: str) -> str:
     return text[text.index(f"# --- {first}") : text.index(f"# --- {last}")]
 
 
-@every
+@whole
 def test_a_program_stands_alone_and_differs_only_where_the_algorithm_does(name: str) -> None:
     """It imports torch alone; task, policy and optimizer read the same in all, so that a diff shows the algorithm."""
-    program = PROGRAMS[name]
+    program = WHOLE[name]
     text = Path(str(program.__file__)).read_text()
     imported = {line.split()[1].split(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
     assert imported <= {*sys.stdlib_module_names, "torch"}
     for function in ("questions", "solution", "verify", "optimizer_of", "update"):
         assert _source(text, function) == _source(Path(str(reinforce.__file__)).read_text(), function)
     if name != "ppo":
-        assert section(program, "the policy", "the rollout") == section(reinforce, "the policy", "the rollout")
+        after = "stage 1" if name == "ladder" else "the rollout"
+        assert section(program, "the policy", after) == section(reinforce, "the policy", "the rollout")
+    if name == "ladder":
+        for function in ("rollout", "advantages", "weights", "loss", "step"):
+            assert _source(text, function) == _source(Path(str(grpo.__file__)).read_text(), function)
 
 
 def _source(text: str, function: str) -> str:

@@ -150,6 +150,7 @@ def test_toy_sizes_stand_where_a_setting_has_another_value() -> None:
     assert small.startswith("posttrain run sft model=m sft.steps=4 --out runs/x env.heldout=8 ")
     assert small.endswith("sft.batch=8  # why") and small.count("sft.steps") == 1
     assert "sft.steps" not in smaller("posttrain run verifiable sft=none")
+    assert "sft.steps" not in smaller("posttrain run sft model=m sft.epochs=2")
     assert smaller("posttrain run --resume runs/x rl.steps=200") == "posttrain run --resume runs/x rl.steps=14"
     assert smaller("posttrain show runs/x") == "posttrain show runs/x"
     assert "rl.eval_every=1 " in smaller("posttrain run grpo rl.eval_every=10 model=m")

@@ -178,6 +178,8 @@ def _of(stage: object, given: Sequence[str]) -> Iterator[str]:
     kinds = {Reinforce: REINFORCE, Rejection: REJECTION, StepLabeling: LABELS}
     small = next((sizes for kind, sizes in kinds.items() if isinstance(stage, kind)), SUPERVISED)
     for key, value in small.items():
+        if key == "steps" and any(g.startswith(f"{name}.epochs=") for g in given):
+            continue
         asked = key == "eval_every" and any(g.startswith(f"{name}.{key}=") and not g.endswith("=0") for g in given)
         best_of = [g.partition("=")[2] for g in given if key == "completions" and g.startswith(f"{name}.prover=")]
         yield f"{name}.{key}={'1' if asked else (*best_of, value)[0]}"

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from posttrain.core.errors import ConfigError
-from posttrain.lab import tables
 from posttrain.lab.catalog import entries, find, load
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Readout
 from posttrain.lab.page import lesson_page, source
 from posttrain.lab.site import default_index, fitted
+from scripts.site import lessons as tables
 
 NAMES = [e.name for e in entries()]
 
@@ -134,10 +134,10 @@ def test_the_page_fits_on_the_site(name: str) -> None:
 @pytest.mark.prove
 def test_the_tables_of_the_page_are_what_the_pages_compute() -> None:
     text = tables.PAGE.read_text()
-    assert tables.with_tables(text) == text, "run: python -m posttrain.lab.tables"
+    assert tables.with_tables(text) == text, "run: python -m scripts.site.lessons"
 
 
 def test_the_page_names_every_lesson_that_breaks() -> None:
     text = tables.PAGE.read_text()
     lost = [e.number for e in entries() if load(e.name).breaks and f"| {e.number} {e.title} |" not in text]
-    assert not lost, f"pages {lost}: run python -m posttrain.lab.tables"
+    assert not lost, f"pages {lost}: run python -m scripts.site.lessons"

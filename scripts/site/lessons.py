@@ -1,6 +1,6 @@
 """Writes the two tables of docs/lab.md: what speaks when a page is broken, and the numbers that pages compare with.
 
-python -m posttrain.lab.tables        # in a copy of the repository; --check only compares
+python -m scripts.site.lessons        # --check only compares
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def with_tables(text: str) -> str:
     quiet = sum(row.endswith("no run would notice this |") for row in broken)
     broken += ["", f"Of {len(broken) - 2} settings, {quiet} would be noticed by no run."]
     for name, rows in ((BREAKS, broken), (CLAIMS, number_rows())):
-        begin, end = f"<!-- {name}: written by `python -m posttrain.lab.tables` -->", f"<!-- end of {name} -->"
+        begin, end = f"<!-- {name}: written by `python -m scripts.site.lessons` -->", f"<!-- end of {name} -->"
         head, _, rest = text.partition(begin)
         text = "\n".join([f"{head}{begin}", "", *rows, "", f"{end}{rest.partition(end)[2]}"])
     return text
