@@ -19,7 +19,7 @@ import numpy as np
 from aiohttp import web
 
 from posttrain.core import seeds
-from posttrain.core.errors import PosttrainError
+from posttrain.core.errors import DataError, PosttrainError
 from posttrain.core.sampling import Sampling
 from posttrain.serve.choice import Choice, TextChunk
 from posttrain.serve.connections import Connection, Phase
@@ -28,6 +28,7 @@ from posttrain.serve.limits import CallerLimits
 from posttrain.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from posttrain.serve.quiet import LOG
 from posttrain.serve.refusal import Refusal, answer, refusal_of
+from posttrain.serve.response_format import DRAWS, ResponseFormat
 from posttrain.serve.served import ServedModel
 from posttrain.serve.shape import Shape
 
@@ -155,7 +156,7 @@ class Server:
                     choice.told = lambda piece, c=choice: queue.put_nowait((c, piece))
                 choices.append(choice)
         shape = Shape(asked, s.words, f"{kind}-{secrets.token_hex(12)}", s.name, s.fingerprint, self._format(asked))
-        work = asyncio.create_task(self._say(choices, queue))
+        work = asyncio.create_task(self._say(choices, queue, asked.response_format))
         self.running.add(work)
         self.answers += count
         try:
@@ -171,17 +172,25 @@ class Server:
             self.running.discard(work)
             self.answers -= count
 
-    async def _say(self, choices: Sequence[Choice], queue: asyncio.Queue[Told | None]) -> None:
-        """Run all choices at once. The first failure cancels the others and is raised."""
+    async def _say(self, choices: list[Choice], queue: asyncio.Queue[Told | None], form: ResponseFormat) -> None:
+        """Run all choices at once, each until it has the form. The first failure cancels the others and is raised."""
 
-        async def one(choice: Choice) -> None:
-            await choice.run(self.served.sampler.generate)
-            queue.put_nowait((choice, None))
+        async def one(at: int) -> None:
+            draws = 1 if choices[at].sampling.greedy else DRAWS
+            for draw in range(draws):
+                choices[at] = choices[at].drawn_again(draw) if draw else choices[at]
+                await choices[at].run(self.served.sampler.generate)
+                if form.fits(choices[at].whole.text):
+                    return queue.put_nowait((choices[at], None))
+            raise DataError(
+                f"{draws} {'answer has' if draws == 1 else 'answers have'} not the response_format that was asked for:"
+                " say in the messages what the answer looks like, give it more tokens, or use a temperature above 0"
+            )
 
         try:
             async with asyncio.TaskGroup() as group:
-                for choice in choices:
-                    group.create_task(one(choice))
+                for at in range(len(choices)):
+                    group.create_task(one(at))
         except* PosttrainError as many:
             raise refusal_of(_first(many)) from None
 

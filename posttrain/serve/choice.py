@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Stop, Top
 from posttrain.serve.detokenize import Decoder, Stops, TokenText
@@ -45,7 +46,7 @@ class Choice:
     """Answer `index` to one prompt."""
 
     def __init__(self, index: int, ids: np.ndarray, sampling: Sampling, place: int, words: TokenText) -> None:
-        self.index, self.prompt, self.sampling, self.place = index, ids, sampling, place
+        self.index, self.prompt, self.sampling, self.place, self._words = index, ids, sampling, place, words
         self.whole = TextChunk()
         """All text released so far."""
         self.finish = ""
@@ -57,6 +58,10 @@ class Choice:
         """Number of complete characters, with those held back for a stop string."""
         self._received = 0
         self._task: asyncio.Task[Said] | None = None
+
+    def drawn_again(self, draw: int) -> Choice:
+        """A choice in its place with random numbers of its own."""
+        return Choice(self.index, self.prompt, self.sampling, seeds.key(self.place, "again", draw), self._words)
 
     async def run(self, generate: Callable[..., Any]) -> None:
         """Generate until the engine or a stop string ends the turn. Cancelling it frees the slot.

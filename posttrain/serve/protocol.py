@@ -17,6 +17,7 @@ from posttrain.core.errors import DataError, nearest
 from posttrain.core.sampling import LARGEST, Sampling
 from posttrain.core.types import Message
 from posttrain.serve.refusal import Refusal
+from posttrain.serve.response_format import ResponseFormat
 from posttrain.serve.tool_fields import MOST_TOOLS, PastCall, ToolRequest, given_fields, past_calls
 
 MOST_CHOICES = 1024
@@ -95,6 +96,7 @@ class GenerationRequest(_Strict):
     ignore_eos: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    response_format: ResponseFormat = ResponseFormat(type="text")
     user: str | None = None
     """The caller's name for its user; it has no effect."""
 
@@ -106,6 +108,8 @@ class GenerationRequest(_Strict):
             raise ValueError(f"repetition_penalty must lie in [{WEAKEST}, 100]")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only read with stream=true")
+        if self.stream and self.response_format.type != "text":
+            raise ValueError("an answer of a response_format is known when it is whole: leave stream out")
         return self
 
     @property
@@ -258,7 +262,6 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         ),
     ),
     "suffix": (("",), "text is only written at the end"),
-    "response_format": (({"type": "text"},), "answers are not constrained to a format"),
     "tools": (([],), "tools belong to /v1/chat/completions"),
     "tool_choice": (("none",), "tools belong to /v1/chat/completions"),
     "functions": (([],), "name them in tools, which replaced it"),

@@ -16,6 +16,7 @@ from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Task
 from posttrain.verifier.batches import columns
+from posttrain.verifier.calling.reading import Unreadable, json_value
 from posttrain.verifier.spoken import spoken
 
 ENDINGS = (".md", ".txt")
@@ -133,20 +134,13 @@ class Rubric:
 def _of_json(text: str) -> tuple[float | None, str]:
     """(score, reason) of a JSON object; None without a number `score`. A name that stands twice is no JSON here."""
     try:
-        found = json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError):
+        found = json_value(text)
+    except Unreadable:
         return None, ""
     score = found.get("score") if isinstance(found, dict) else None
     if isinstance(score, bool) or not isinstance(score, int | float):
         return None, ""
     return float(score), str(found.get("reason", ""))
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError("a name stands twice")
-    return made
 
 
 def _response(attempt: Attempt, mark: str) -> str:

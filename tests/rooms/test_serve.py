@@ -339,7 +339,14 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "no role wizard"),
     ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "messages.0.nmae", "unknown parameter"),
     ({"tools": [{"type": "function"}]}, "tools.0.function", "missing"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "should be"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema, with a name and a schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"pattern": "a"}}}},
+        "response_format.json_schema.schema",
+        "pattern is not read here",
+    ),
+    ({"response_format": {"type": "json_object"}, "stream": True}, None, "leave stream out"),
     ({"top_logprobs": 2}, None, "only read with logprobs=true"),
     ({"max_tokens": 3, "max_completion_tokens": 3}, None, "two names of one number"),
 ]
@@ -371,6 +378,22 @@ async def test_what_asks_for_nothing_is_accepted(model: Path) -> None:
             tools=[],
             top_p=None,
         )
+
+
+async def test_an_answer_is_drawn_until_it_has_the_form(model: Path) -> None:
+    """What conforms is answered, and is a function of the seed; what never does is refused, and says what to change."""
+    async with up(model) as u:
+        digit = {"type": "json_schema", "json_schema": {"name": "digit", "schema": {"type": "integer", "maximum": 6}}}
+        ask = {"model": "tiny", "prompt": "x", "max_tokens": 1, "extra_body": {"response_format": digit}}
+        ids = [u.served.renderer.encode(str(i)).tolist()[-1] for i in range(10)]
+        few = {"logit_bias": {str(i): 100 for i in ids}}
+        said = [await u.client.completions.create(**ask, **few, n=8, seed=s) for s in (1, 1, 2)]
+        texts = [[c.text for c in s.choices] for s in said]
+        assert all(text in "0123456" for row in texts for text in row) and texts[0] == texts[1] != texts[2]
+        with pytest.raises(openai.BadRequestError, match="16 answers have not the response_format.*a temperature"):
+            await u.client.completions.create(**ask, logit_bias={str(i): 100 for i in ids[7:]})
+        with pytest.raises(openai.BadRequestError, match="1 answer has not"):
+            await u.client.completions.create(**ask, temperature=0, logit_bias={str(ids[9]): 100})
 
 
 async def test_other_refusals(model: Path, tmp_path: Path) -> None:

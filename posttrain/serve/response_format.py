@@ -1,0 +1,133 @@
+"""The form that a request asks of its answers (`response_format`): any text, JSON, or JSON of a schema.
+
+Answers are sampled freely. One without the form is drawn again, so an answer has the distribution of the model's
+answers, given that they have the form.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from posttrain.verifier.calling import reading
+
+DRAWS = 16
+"""How often an answer is drawn until it has the form."""
+DEEPEST = 16
+TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "number": (int, float),
+    "integer": (int,),
+    "boolean": (bool,),
+    "null": (type(None),),
+}
+READ = frozenset(
+    {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "minimum", "maximum", "anyOf"}
+)
+SAID = frozenset({"title", "description", "$schema", "default", "examples"})
+"""Keywords of a schema that limit nothing."""
+
+
+def conforms(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value of JSON is one that a schema allows.
+
+    >>> score = {"type": "object", "properties": {"score": {"type": "integer", "maximum": 9}}, "required": ["score"]}
+    >>> [conforms(x, score) for x in ({"score": 9}, {"score": 10}, {"score": True}, {}, 9)]
+    [True, False, False, False, False]
+    """
+    kinds = schema.get("type", list(TYPES))
+    if not any(_is(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)):
+        return False
+    if "enum" in schema and not any(_same(value, x) for x in schema["enum"]):
+        return False
+    if "const" in schema and not _same(value, schema["const"]):
+        return False
+    if "anyOf" in schema and not any(conforms(value, x) for x in schema["anyOf"]):
+        return False
+    if _is(value, "number") and not schema.get("minimum", value) <= value <= schema.get("maximum", value):
+        return False
+    if isinstance(value, list):
+        return all(conforms(x, schema.get("items", {})) for x in value)
+    if not isinstance(value, dict):
+        return True
+    own = schema.get("properties", {})
+    if any(name not in value for name in schema.get("required", ())):
+        return False
+    if schema.get("additionalProperties") is False and any(name not in own for name in value):
+        return False
+    return all(conforms(x, own.get(name, {})) for name, x in value.items())
+
+
+def _is(value: Any, kind: str) -> bool:
+    return isinstance(value, TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def _same(one: Any, other: Any) -> bool:
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _readable(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema; ValueError where it says something that `conforms` does not read."""
+    _check(schema, DEEPEST)
+    return schema
+
+
+def _check(schema: Any, deep: int) -> None:
+    if not isinstance(schema, dict) or not deep:
+        raise ValueError(f"a schema is an object, at most {DEEPEST} deep")
+    if strange := sorted(schema.keys() - READ - SAID):
+        raise ValueError(f"{strange[0]} is not read here: a schema has {', '.join(sorted(READ))}")
+    kinds = schema.get("type", [])
+    if any(not isinstance(k, str) or k not in TYPES for k in ([kinds] if isinstance(kinds, str) else kinds)):
+        raise ValueError(f"type {kinds!r:.60}: types are {', '.join(TYPES)}")
+    lists = [schema[n] for n in ("enum", "anyOf", "required") if n in schema]
+    numbers = [schema[n] for n in ("minimum", "maximum") if n in schema]
+    inner = schema.get("properties", {})
+    fits = all(isinstance(x, list) and x for x in lists) and all(_is(x, "number") for x in numbers)
+    if not fits or not isinstance(inner, dict) or not isinstance(schema.get("additionalProperties", True), bool):
+        raise ValueError(
+            "enum, anyOf and required are lists, minimum and maximum numbers, properties an object, and"
+            " additionalProperties true or false"
+        )
+    for part in (*inner.values(), *schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
+        _check(part, deep - 1)
+
+
+class AnswerSchema(BaseModel):
+    """A JSON schema with its name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    name: str = Field(max_length=64)
+    description: str = ""
+    strict: bool | None = None
+    schema_: Annotated[dict[str, Any], AfterValidator(_readable)] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: AnswerSchema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.type == "json_schema") is not (self.json_schema is not None):
+            raise ValueError("json_schema, with a name and a schema, belongs to the type json_schema, which needs it")
+        return self
+
+    def fits(self, text: str) -> bool:
+        """Whether a whole answer has the form."""
+        if self.type == "text":
+            return True
+        try:
+            value = reading.json_value(text)
+        except reading.Unreadable:
+            return False
+        return isinstance(value, dict) if self.json_schema is None else conforms(value, self.json_schema.schema_)
