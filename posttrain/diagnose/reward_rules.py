@@ -163,6 +163,30 @@ def reward_without_truth(history: Sequence[Step], stage: Stage) -> str:
     )
 
 
+STAYS = 0.1
+"""Share of the truth that it may have risen at most, two standard errors included, where it is said that it stays."""
+
+
+@played_rule
+def reward_outruns_truth(history: Sequence[Step], stage: Stage) -> str:
+    """The reward has risen by 5 standard errors and a quarter, while what is measured and not paid has risen by less
+    than a tenth, two standard errors included. Truth above 0.9 cannot rise much, and is left out."""
+    paid, truth = trend(history, "rollout/reward", 24), trend(history, "rollout/truth", 24)
+    if paid is None or truth is None or mean(history[-1], "rollout/truth") is None:
+        return ""
+    if paid.sure < 5 or paid.gain < 0.25 * abs(paid.before) or EASY < truth.before <= 1:
+        return ""
+    if truth.gain + 2 * truth.error > STAYS * abs(truth.before) or reward_without_truth(history, stage):
+        return ""
+    return (
+        f"the reward rises ({paid.before:.3g} to {paid.after:.3g} in {paid.steps} steps) while what is measured and not"
+        f" paid {'stays' if truth.sure > -3 else 'falls'} ({truth.before:.3g} to {truth.after:.3g} +-"
+        f" {2 * truth.error:.2g}): the policy learns what is paid and not what is meant. Read what is paid best"
+        " (posttrain show RUN). In order: say in the rubric or the reward what those answers lack, add a source that"
+        " pays it, or a larger KL to the start (pull=kl, or beta of a preference algorithm)"
+    )
+
+
 @played_rule
 def heldout_falls(history: Sequence[Step], stage: Stage) -> str:
     """The held-out reward is lower than at an earlier evaluation by more than 3 standard errors, while the training

@@ -173,6 +173,10 @@ SICK: dict[str, Sick] = {
         log(40, rollout__reward=ramp(-0.4, 3.2, 40, 0.2), rollout__truth=rises_and_falls(0.1, 0.3, 0.1)),
         ("the reward is exploited", "while what is measured and not paid falls (0.", "a larger KL"),
     ),
+    "reward_outruns_truth": Sick(
+        log(40, rollout__reward=ramp(0.3, 0.9, 40, 0.1), rollout__truth=steady(0.4, 0.05)),
+        ("rises (0.", "stays (0.", "not what is meant", "rubric"),
+    ),
     "heldout_falls": Sick(
         evaluated(log(40), s10=0.6, s20=0.55, s30=0.4),
         ("held-out reward fell from 0.6 (step 10) to 0.4 (step 30)", "learned by heart", "step 10"),
@@ -271,8 +275,15 @@ HEALTHY_LOGS: dict[str, list[Step]] = {
     "the truth follows the reward": log(
         40, rollout__reward=ramp(-0.4, 3.2, 40, 0.2), rollout__truth=ramp(0.1, 0.5, 40, 0.1)
     ),
-    "the truth stays while the reward rises": log(
-        60, rollout__reward=ramp(-0.4, 3.2, 60, 0.2), rollout__truth=steady(0.3, 0.2)
+    "whether the truth rises cannot be seen": log(
+        60, rollout__reward=ramp(-0.4, 3.2, 60, 0.2), rollout__truth=steady(0.3, 0.4)
+    ),
+    "the truth is reached": log(40, rollout__reward=ramp(0.3, 0.9, 40, 0.1), rollout__truth=steady(0.96, 0.02)),
+    "the truth rises by a third of the reward": log(
+        40, rollout__reward=ramp(0.3, 0.9, 40, 0.1), rollout__truth=ramp(0.4, 0.6, 40, 0.05)
+    ),
+    "the truth stays and the reward too": log(
+        40, rollout__reward=ramp(0.5, 0.54, 40, 0.1), rollout__truth=steady(0.4, 0.02)
     ),
     "noisy": log(10, rollout__reward=steady(0.4, 0.6), rollout__solved=steady(0.4, 0.6)),
 }
