@@ -121,7 +121,7 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
             f"the model cannot be sent to another process ({type(error).__name__}: {error}): set placement=local"
         ) from error
 
-    begin, end = _hosts(placement, start, threads, say)
+    begin, end = _hosts(placement, start, threads)
     exact = run.deterministic or run.exact
     with contextlib.ExitStack() as failed:
         failed.callback(end)
@@ -156,12 +156,10 @@ def _carrier(placement: Processes) -> Carrier:
     return carrier
 
 
-def _hosts(
-    placement: Processes, start: bytes, threads: int, say: Callable[[str], None]
-) -> tuple[NewHost, Callable[[], None]]:
+def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, Callable[[], None]]:
     """What begins an engine, and what ends that which all engines share."""
     if isinstance(placement, Ray):
-        cluster = RayCluster(placement.address, placement.engines, placement.cores, placement.timeout, say)
+        cluster = RayCluster(placement.address, placement.engines, placement.cores, placement.timeout)
 
         def actor(number: int) -> tuple[EngineHost, Future[EngineFacts]]:
             host = RayHost(f"engine {number}", start, cluster, number, threads=threads)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partialmethod
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -90,7 +91,7 @@ class FarKeys(Store):
         super().__init__()
         self._connection, self._lock = connection, threading.Lock()
 
-    def _asked(self, method: str, *given: Any) -> Any:
+    def asked(self, method: str, *given: Any) -> Any:
         try:
             with self._lock:
                 self._connection.send((method, given))
@@ -101,20 +102,6 @@ class FarKeys(Store):
             raise dist.DistStoreError(wrong)
         return value
 
-    def set(self, key: str, value: Any) -> None:
-        self._asked("set", key, value)
 
-    def get(self, key: str) -> bytes:
-        return self._asked("get", key)
-
-    def add(self, key: str, value: int) -> int:
-        return self._asked("add", key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._asked("check", keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._asked("wait", keys, timeout)
-
-    def delete_key(self, key: str) -> bool:
-        return self._asked("delete_key", key)
+for _method in METHODS:
+    setattr(FarKeys, _method, partialmethod(FarKeys.asked, _method))

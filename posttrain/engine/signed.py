@@ -12,6 +12,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,32 +43,30 @@ def users_key() -> bytes:
     Raises:
         ConfigError: the key is too short, or there is no such file and none can be made.
     """
-    given = os.environ.get(VARIABLE, "").encode()
     try:
-        found = given or _of_file(notes_folder().parent / FILE)
+        found = os.environ.get(VARIABLE, "").encode() or _of_file(notes_folder().parent / FILE)
+        if len(found) < SHORTEST:
+            raise PermissionError(f"this one has {len(found)} characters")
     except (OSError, RuntimeError) as error:
         raise ConfigError(
-            f"ranks need a key that nobody else can read, and {error}. Set {VARIABLE} to the same {SHORTEST} characters"
-            " or more on all machines"
+            f"ranks need a key that nobody else can read, and {error}. Set {VARIABLE} to the same characters on all"
+            f" machines, drawn at random, at least {SHORTEST} of them"
         ) from error
-    if len(found) < SHORTEST:
-        whose = VARIABLE if given else f"the key of the ranks in {notes_folder().parent / FILE}"
-        raise ConfigError(f"{whose} has {len(found)} characters: give at least {SHORTEST}, drawn at random")
     return found
 
 
 def _of_file(path: Path) -> bytes:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
-        handle, part = tempfile.mkstemp(dir=path.parent)  # 0600
-        with os.fdopen(handle, "wb") as file:
-            file.write(fresh_key())
-        with suppress(FileExistsError):  # another rank was first
-            os.link(part, path)
-        os.unlink(part)
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(handle, "rb") as file:
-        about = os.fstat(handle)
+        with (
+            tempfile.NamedTemporaryFile(dir=path.parent) as part,
+            suppress(FileExistsError),
+        ):  # or another is first
+            part.write(fresh_key())
+            part.flush()
+            os.link(part.name, path)
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
             raise PermissionError(f"{path} is not a file that this user alone can read (chmod 600)")
         return file.read(4096).strip()
@@ -81,8 +80,8 @@ def signed(key: bytes) -> Iterator[None]:
         EngineError: torch does not write pickles as this expects.
     """
     before: Any = c10d._pickler, c10d._unpickler  # pyright: ignore[reportPrivateUsage]
-    both: tuple[Any, Any] = lambda file: _Writer(key, file), lambda file: _Reader(key, file)
-    c10d._pickler, c10d._unpickler = both  # pyright: ignore[reportPrivateUsage]
+    ours: Any = partial(_Writer, key), partial(_Reader, key)
+    c10d._pickler, c10d._unpickler = ours  # pyright: ignore[reportPrivateUsage]
     try:
         written, _ = c10d._object_to_tensor(None, torch.device("cpu"), None)  # pyright: ignore[reportPrivateUsage]
         if bytes(written.numpy())[:SIGNED] != _signature(key, bytes(written.numpy())[SIGNED:]):
@@ -99,18 +98,14 @@ class _Writer:
     def dump(self, value: Any) -> None:
         self._file.write(bytes(SIGNED))
         pickle.Pickler(self._file, pickle.HIGHEST_PROTOCOL).dump(value)
-        with self._file.getbuffer() as all_of_it:
-            all_of_it[:SIGNED] = _signature(self._key, all_of_it[SIGNED:])
+        with self._file.getbuffer() as data:
+            data[:SIGNED] = _signature(self._key, data[SIGNED:])
 
 
-class _Reader:
-    def __init__(self, key: bytes, file: io.BytesIO) -> None:
-        self._key, self._file = key, file
-
+class _Reader(_Writer):
     def load(self) -> Any:
-        with self._file.getbuffer() as all_of_it:
-            said = bytes(all_of_it[:SIGNED])
-            right = hmac.compare_digest(said, _signature(self._key, all_of_it[SIGNED:]))
+        with self._file.getbuffer() as data:
+            right = hmac.compare_digest(data[:SIGNED], _signature(self._key, data[SIGNED:]))
         if not right:
             raise EngineError(
                 "what came from another rank was not signed with the key of these ranks, so it was not read. Somebody"

@@ -56,20 +56,12 @@ class RayCluster:
         engines: how many engines will be placed.
         cpus: CPUs that each reserves; 0: none.
         timeout: seconds that the reservation may take.
-        say: tells people of a node that is gone.
 
     Raises:
         ConfigError: the cluster does not answer, or it has too few CPUs.
     """
 
-    def __init__(
-        self,
-        address: str | None,
-        engines: int,
-        cpus: int,
-        timeout: float,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
+    def __init__(self, address: str | None, engines: int, cpus: int, timeout: float) -> None:
         import ray
 
         self._own = not ray.is_initialized()
@@ -90,7 +82,7 @@ class RayCluster:
             except ConnectionError as error:
                 raise no_entry(str(address), error) from error
             ray._private.worker._worker_logs_enabled = False  # what Ray prints of its own processes, in colours
-        self.nodes = NodeWatch(say)
+        self.nodes = NodeWatch()
         self.group: Any = None
         if cpus:
             from ray.util.placement_group import placement_group
@@ -108,7 +100,7 @@ class RayCluster:
         """Give the CPUs back, and end what was started."""
         import ray
 
-        self.nodes.close()
+        self.nodes.over.set()
         if self.group is not None:
             from ray.util.placement_group import remove_placement_group
 
@@ -130,47 +122,31 @@ def within(seconds: float, function: Callable[..., Any], *given: Any, **named: A
 
 
 class NodeWatch:
-    """Looks in a thread which nodes of the cluster live. What was on one that is gone has died; where it is the node of
-    this process, nothing can be started any more."""
+    """Looks in a thread whether the node of this process lives. Where it is gone, nothing can be started any more, and
+    whoever waits is told. What was on another node has died, and starts elsewhere."""
 
     hosts: ClassVar[WeakSet[RayHost]] = WeakSet()
     """All of this process."""
     gone: ClassVar[str] = ""
     """Why nothing can be started; '' while it can."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         import ray
 
-        self._ray, self._say, self._over = ray, say, threading.Event()
-        self._own = ray.get_runtime_context().get_node_id()
-        self._known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        self._ray, self._own, self.over = ray, ray.get_runtime_context().get_node_id(), threading.Event()
         NodeWatch.gone = ""
-        threading.Thread(target=self._look, name="looks which nodes live", daemon=True).start()
-
-    def close(self) -> None:
-        self._over.set()
+        threading.Thread(target=self._look, name="looks whether its node lives", daemon=True).start()
 
     def _look(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
+        while not self.over.wait(LOOK_SECONDS) and not self.gone:
             with contextlib.suppress(Exception):  # asked again; a run that waits has its own deadline
-                lost = {n["NodeID"] for n in self._ray.nodes() if not n["Alive"]} & self._known.keys()
-                for node in lost:
-                    self._tell(node, self._known.pop(node))
-
-    def _tell(self, node: str, address: str) -> None:
-        if node == self._own:
-            NodeWatch.gone = (
-                f"the Ray node of this machine ({address}) is gone: it was killed, or ran out of memory. Start it again"
-                " (`ray start`; without placement.address the run does), and go on from the last checkpoint with"
-                " --resume"
-            )
-            for host in list(self.hosts):
-                host.lost(NodeWatch.gone)
-        else:
-            self._say(
-                f"a node of the Ray cluster ({address}) is gone. What it played starts on others, as soon as they have"
-                " room; where none has, the run stops after placement.timeout"
-            )
+                if self._own in {n["NodeID"] for n in self._ray.nodes() if not n["Alive"]}:
+                    NodeWatch.gone = (
+                        "the Ray node of this machine is gone: it was killed, or ran out of memory. Start it again"
+                        " (without placement.address the run does), and go on from the last checkpoint with --resume"
+                    )
+        for host in list(self.hosts) if self.gone else ():
+            host.lost(self.gone)
 
 
 def node_address() -> str:
