@@ -14,7 +14,7 @@ import torch.distributed as dist
 from posttrain.core.errors import EngineError
 from posttrain.engine.process_ranks import joined
 from posttrain.engine.rank_keys import FarKeys
-from posttrain.engine.rank_orders import HERE, met
+from posttrain.engine.rank_orders import met
 from posttrain.engine.signed import VARIABLE
 
 
@@ -31,11 +31,10 @@ class DiesAfter(FarKeys):
 
 
 def serve(rank: int, world: int, fd: int, seconds: float, hangs: bool, after: int, replicas: int = 1) -> None:
-    """What `RankProcesses` runs: a rank that says that it is here, and then hangs or dies while it meets the others."""
+    """What `RankProcesses` runs: a rank that hangs or dies while it meets the others."""
     connection = Connection(fd)
     key, store = connection.recv_bytes(), DiesAfter(connection)
     store.left = after
-    store.set(HERE.format(rank), "1")
     if hangs:
         time.sleep(600)
     with met(store, rank, world, seconds, replicas, key=key, local=True):

@@ -134,7 +134,6 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
             processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds, told)
             closing.callback(processes.close, kill=True)
             store, key = processes.store, processes.key
-            processes.await_all(options.seconds)
         local, gone = processes is not None, str if processes is None else processes.gone
         ranks = closing.enter_context(
             met(store, 0, world, options.seconds, options.replicas, key=key, local=local, gone=gone)

@@ -22,7 +22,7 @@ from posttrain.core.batch import Batch
 from posttrain.core.errors import PosttrainError
 from posttrain.core.visible import tell
 from posttrain.engine.rank_keys import FarKeys
-from posttrain.engine.rank_orders import HERE, OrdersEnded, RankOrders, Store, met
+from posttrain.engine.rank_orders import OrdersEnded, RankOrders, Store, met
 from posttrain.role.events import Event, Observers, PackedEvent
 from posttrain.role.passes import Needs
 from posttrain.role.trainer import NonFiniteGradient
@@ -42,9 +42,7 @@ def serve(rank: int, world: int, fd: int, seconds: float, replicas: int = 1) -> 
     """What a process that the run has started on this machine runs."""
     connection = Connection(fd)
     key = connection.recv_bytes()
-    store = FarKeys(connection)
-    store.set(HERE.format(rank), "1")
-    sys.exit(work(store, rank, world, seconds, replicas, key=key, local=True))
+    sys.exit(work(FarKeys(connection), rank, world, seconds, replicas, key=key, local=True))
 
 
 def work(

@@ -24,7 +24,7 @@ class LeadKeys(Store):
     """The store, in the process of rank 0.
 
     Args:
-        seconds: how long a key is waited for.
+        seconds: how long a key is waited for at least: a process may need longer to begin than an exchange may take.
         gone: which rank has ended, in words; '' while all live.
     """
 
@@ -69,7 +69,7 @@ class LeadKeys(Store):
         return all(key in self._held for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        seconds = max(self._seconds, 0.0 if timeout is None else timeout.total_seconds())
         last = time.monotonic() + seconds
         with self._changed:
             while not self.check(keys):

@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -23,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from posttrain.core.errors import EngineError
+from posttrain.engine.pool.waiting import in_thread
 from posttrain.engine.process_ranks import ProcessRanks, in_copies
 from posttrain.engine.signed import signed
 
@@ -89,15 +88,7 @@ def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) ->
 def _meeting(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[], str]) -> ProcessRanks:
     """What `work` returns. A thread does it: while torch connects ranks, it hears neither signals nor that one is gone,
     and waits for each of them anew."""
-    found: Future[ProcessRanks] = Future()
-
-    def meet() -> None:
-        try:
-            found.set_result(work())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=meet, name="meets the other ranks", daemon=True).start()
+    found = in_thread(work)
     last = time.monotonic() + seconds
     try:
         while True:

@@ -21,7 +21,7 @@ from typing import Any
 
 from posttrain.core.lifetime import begun
 from posttrain.engine.rank_keys import LeadKeys
-from posttrain.engine.rank_orders import HERE, MEET_SECONDS, RankLost
+from posttrain.engine.rank_orders import MEET_SECONDS
 from posttrain.engine.signed import fresh_key
 
 COMMAND = "from {module} import serve; serve({rank}, {world}, {fd}, **{told})"
@@ -36,7 +36,7 @@ class RankProcesses:
 
     def __init__(self, world: int, module: str, threads: int, seconds: float, told: Mapping[str, Any]) -> None:
         self.key = fresh_key()
-        self.store = LeadKeys(seconds, self.gone)
+        self.store = LeadKeys(max(seconds, MEET_SECONDS), self.gone)
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-ranks-")
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         atexit.register(self._killed)
@@ -60,25 +60,6 @@ class RankProcesses:
     def pids(self) -> dict[int, int]:
         """The number of each rank's process."""
         return {rank: p.pid for rank, p in self._processes.items()}
-
-    def await_all(self, seconds: float) -> None:
-        """Wait until every rank says that it is here (`here`).
-
-        Raises:
-            RankLost: one ended before, or did not come in time.
-        """
-        seconds = max(seconds, MEET_SECONDS)
-        last = time.monotonic() + seconds
-        for rank in self._processes:
-            while not self.store.check([HERE.format(rank)]):
-                if how := self.ended(rank):
-                    raise RankLost(f"rank {rank} is gone before its first order: {how}. Nothing was begun: start again")
-                if time.monotonic() > last:
-                    raise RankLost(
-                        f"rank {rank} did not begin within {seconds:g} s; its process"
-                        f" {'is stopped' if self.stopped(rank) else 'lives'}. Nothing was begun: start again"
-                    )
-                time.sleep(0.02)
 
     def gone(self) -> str:
         """The first rank whose process has ended, and how; '' where all live."""

@@ -18,6 +18,7 @@ from weakref import WeakSet
 from posttrain.core.errors import ConfigError, EngineError
 from posttrain.engine.pool.host import OpenCalls
 from posttrain.engine.pool.hosted import EngineEnded, EngineFacts, EngineReport, Hosted, portable
+from posttrain.engine.pool.waiting import in_thread
 
 AT_ONCE = 100_000
 """Calls that an actor takes at once. What it computes at once is the engine's own decision."""
@@ -111,14 +112,8 @@ class RayCluster:
 
 def within(seconds: float, function: Callable[..., Any], *given: Any, **named: Any) -> None:
     """Call a function of Ray, which may fail or never return where its processes are gone."""
-
-    def work() -> None:
-        with contextlib.suppress(Exception):
-            function(*given, **named)
-
-    thread = threading.Thread(target=work, name="call of Ray", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    with contextlib.suppress(Exception):
+        in_thread(function, *given, **named).result(seconds)
 
 
 class NodeWatch:

@@ -113,21 +113,25 @@ def attended(work: Coroutine[Any, Any, None], lost: Callable[[Exception], None])
     return task
 
 
-def aside(function: Callable[..., T], *given: Any) -> asyncio.Future[T]:
-    """What a call returns that may never return. A thread makes it, for which neither the event loop nor the end of the
-    process waits."""
+def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> Future[T]:
+    """What a call returns that may never return. A thread makes it, for which the end of the process does not wait."""
     found: Future[T] = Future()
 
     def work() -> None:
         if not found.set_running_or_notify_cancel():
             return
         try:
-            found.set_result(function(*given))
+            found.set_result(function(*given, **named))
         except BaseException as error:
             found.set_exception(error)
 
     threading.Thread(target=work, name=f"call {function}", daemon=True).start()
-    return asyncio.wrap_future(found)
+    return found
+
+
+def aside(function: Callable[..., T], *given: Any) -> asyncio.Future[T]:
+    """The same for an event loop."""
+    return asyncio.wrap_future(in_thread(function, *given))
 
 
 async def briefly(future: asyncio.Future[Any], seconds: float) -> None:
