@@ -84,7 +84,7 @@ class RewardModels:
         """
         asked = [r for r in env.rewards if r.by_model and bool(r.stages) is (trained is not None)]
         out: list[ModelJudge] = [
-            self._generative(r) if r.judge else self._judge(r) for r in asked if set(r.stages) <= set(trained or ())
+            self._generative(r) if r.judge_run else self._judge(r) for r in asked if set(r.stages) <= set(trained or ())
         ]
         names = [j.name for j in out]
         if twice := [n for n in names if names.count(n) > 1]:

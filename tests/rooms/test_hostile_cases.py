@@ -376,6 +376,8 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "serve/",
             "web/",
             "lab/server.py",
+            "verifier/endpoint.py",
+            "verifier/discover.py",
             "sandbox/remote.py",
             "sandbox/reference_server.py",
         ),
