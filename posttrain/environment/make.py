@@ -43,16 +43,18 @@ def environment(config: Env, seed: int, given: Given = Given()) -> Any:
         ConfigError: unknown name, setting or reward; a setting of the wrong type or out of range.
         DataError: the user's prompts cannot be read.
     """
-    if config.name == "prompts":
+    own = _own(config.name) if is_own(config.name) else None
+    if config.name == "prompts" or config.data or own is not None:
         from posttrain.environment.prompts import PromptsEnv, read_tasks
 
-        args = checked(config.name, PromptsEnv, config.args)
-        return read_tasks(config, args, seed, given)
-    if config.data:
-        raise ConfigError(
-            f"env.prompts={config.prompts!r} is not read by the environment {config.name!r}: set env=prompts too, or"
-            " leave env.prompts out"
-        )
+        reads = PromptsEnv if config.name == "prompts" else own or SingleTurn
+        if issubclass(reads, PromptsEnv):
+            return read_tasks(config, checked(config.name, reads, config.args), seed, given, reads)
+        if config.data:
+            raise ConfigError(
+                f"env.prompts={config.prompts!r} is not read by the environment {config.name!r}: set env=prompts too,"
+                " derive your own class from posttrain.environment.prompts.PromptsEnv, or leave env.prompts out"
+            )
     judges = sources(config.rewards, where=config.sandbox, given=given)
     common = {
         "seed": seed,
@@ -76,11 +78,16 @@ def environment(config: Env, seed: int, given: Given = Given()) -> Any:
         return Verifiers.of(config.name.removeprefix("verifiers:"), config.args, **common)
     if config.name in GALLERY:
         cls = gallery_class(config.name)
-    elif ":" in config.name:
-        cls = _own(config.name)
+    elif own is not None:
+        cls = own
     else:
         raise ConfigError(f"env.name={config.name!r} is no environment: {nearest(config.name, names())}")
     return cls(**checked(config.name, cls, config.args), **common)
+
+
+def is_own(name: str) -> bool:
+    """Whether this names a class in a file of the user's: `path.py:Class`."""
+    return ":" in name and not is_inline(name) and not name.startswith(("gym:", "verifiers:"))
 
 
 def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from posttrain.core.gauge import Gauges, merge
 from posttrain.core.given import Given
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.run import Env
+from posttrain.core.spread import RESOLUTION
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.columns import JudgedColumns
@@ -42,6 +43,9 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     The held-out split depends on the prompts' digests alone. So rows with equal prompts are on the same side of it, and
     neither a new order of the file nor an edited answer changes it.
+
+    A class of the user's may derive from it (`env=mine.py:Class env.prompts=rows.jsonl`): it has `name`, a `play` of
+    its own that reads the rows' columns in `Task.info`, and `verify` or `verdict` where it judges besides the rewards.
     """
 
     tools: str = ""
@@ -174,9 +178,15 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         if self._offered is not None:
             self._offered.close()
 
+    @property
+    def _verifies(self) -> bool:
+        """Whether it is a class of the user's with a verdict of its own."""
+        own = type(self)
+        return own.verify is not PromptsEnv.verify or own.verdict is not PromptsEnv.verdict
+
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """The user's rewards only."""
-        return await self.added(attempt)
+        """The user's rewards, behind the verdict of a class of the user's that has one."""
+        return await super().judge(attempt) if self._verifies else await self.added(attempt)
 
     def verify(self, attempt: Attempt) -> Verdict:
         return Verdict.abstain("a user's prompt is judged by the user's rewards")
@@ -228,7 +238,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
             base,
             demonstrations=texts,
             judgements=None if self._judged is None else Judgements(kinds=self._judged.kinds, draw=self._judged.draw),
-            judges=bool(self.rewards),
+            judges=bool(self.rewards) or self._verifies,
             lint=self.lint if self._judged is not None else None,
             rows=self.rows,
             tools=self.tools_of if self.tools or self._rows_have_tools else None,
@@ -286,11 +296,16 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return task.prompt, texts[task.id]
 
 
-def read_tasks(config: Env, args: Mapping[str, Any], seed: int, given: Given = Given()) -> PromptsEnv:
-    """The environment that reads `env.prompts` and is judged by `env.rewards`. Stages that only read rows need none."""
+def read_tasks(
+    config: Env, args: Mapping[str, Any], seed: int, given: Given = Given(), cls: type[PromptsEnv] = PromptsEnv
+) -> PromptsEnv:
+    """The environment that reads `env.prompts` and is judged by `env.rewards`. Stages that only read rows need none.
+    `cls`: a class of the user's that plays them in its own way."""
     if not config.prompts:
-        raise ConfigError("env.name='prompts' needs env.prompts: a JSONL file, or a data set (local folder or hub id)")
-    shape = PromptsEnv(**args)
+        raise ConfigError(
+            f"env.name={config.name!r} needs env.prompts: a JSONL file, or a data set (local folder or hub id)"
+        )
+    shape = cls(**args)
     data = read_all(config, shape, given)
     if config.rewards and (texts := [r.place for r in data.rows if not r.task.prompt]):
         raise DataError(
@@ -303,7 +318,8 @@ def read_tasks(config: Env, args: Mapping[str, Any], seed: int, given: Given = G
     own = {"seed": seed, "heldout_count": config.heldout, "limits": config.limits, "sandbox": config.sandbox}
     own["measured_rewards"] = measured_names(config.rewards, rewards)
     own["mixed"] = data.mixed
-    return PromptsEnv(**args, **own, rewards=rewards, rows=data.rows, without=data.without)
+    own |= {"measured": config.measured, "resolution": RESOLUTION if config.resolution is None else config.resolution}
+    return cls(**args, **own, rewards=rewards, rows=data.rows, without=data.without)
 
 
 def _check(source: Checked, rows: Sequence[PromptRow]) -> None:

@@ -64,8 +64,9 @@ class SingleTurn(ABC):
     """One question, one answer, one verifier. Every environment here is a subclass.
 
     A subclass is a frozen dataclass. The fields it adds are its settings (`Env.args`). The fields below are set from
-    the run's configuration. A subclass defines `name`, `train`, `heldout`, `alphabet` and `verify` (or `verdict`). It
-    defines `key`, `gold` and `distractor` so that it can be checked. An environment of several turns overrides `play`.
+    the run's configuration. A subclass defines `name`, `train`, `heldout`, `key` and `verify` (or `verdict`). `gold`
+    and `distractor`, by which it is checked, and `alphabet` are for those in which they mean something. An environment
+    of several turns overrides `play`.
     """
 
     seed: int = 0
@@ -113,9 +114,10 @@ class SingleTurn(ABC):
     def heldout(self) -> Sequence[Task]: ...
 
     @property
-    @abstractmethod
     def alphabet(self) -> str:
-        """Every character in prompts, gold answers and demonstrations, for a character tokenizer."""
+        """Every character in prompts, gold answers and demonstrations, for a character tokenizer. Empty: a model that
+        is built on the spot gets a tokenizer of bytes."""
+        return ""
 
     def verify(self, attempt: Attempt) -> Verdict:
         """The environment's own verdict, computed without waiting. It must not raise, whatever the policy wrote."""
@@ -131,9 +133,9 @@ class SingleTurn(ABC):
     def key(self, task: Task) -> Hashable:
         """Two tasks with equal keys are the same task. No key of a held-out task occurs in train."""
 
-    @abstractmethod
     def gold(self, task: Task) -> tuple[str, ...]:
-        """The turns of an answer that earns full reward."""
+        """The turns of an answer that earns full reward. Left out where no answer is known to be right."""
+        raise NotImplementedError(f"environment {self.name!r} has no gold()")
 
     def paraphrases(self, task: Task) -> tuple[tuple[str, ...], ...]:
         """Other answers, as turns, that must earn as much as `gold`. `posttrain check` tries them."""
@@ -141,7 +143,7 @@ class SingleTurn(ABC):
 
     def knows_gold(self, task: Task) -> bool:
         """Whether `gold` has an answer to this task."""
-        return True
+        return type(self).gold is not SingleTurn.gold
 
     @property
     def vouches_for_gold(self) -> bool:
@@ -159,9 +161,14 @@ class SingleTurn(ABC):
         """Whether the verifier may give partial credit: a score below 1 for an answer that is not right."""
         return False
 
-    @abstractmethod
     def distractor(self, task: Task) -> tuple[str, ...]:
-        """The turns of an answer that looks right and earns nothing."""
+        """The turns of an answer that looks right and earns nothing. Left out where none is known."""
+        raise NotImplementedError(f"environment {self.name!r} has no distractor()")
+
+    @property
+    def knows_distractor(self) -> bool:
+        """Whether the class has a `distractor`."""
+        return type(self).distractor is not SingleTurn.distractor
 
     @property
     def styles(self) -> tuple[str, ...]:
@@ -205,7 +212,7 @@ class SingleTurn(ABC):
     def _abilities(self) -> Abilities:
         gold = GoldAnswers(
             right=lambda task: self.gold(task) if self.knows_gold(task) else None,
-            wrong=self.distractor,
+            wrong=self.distractor if self.knows_distractor else None,
             paraphrases=self.paraphrases,
             verdict=self.verdict if self.vouches_for_gold else None,
             pays_parts=self.pays_parts,
@@ -213,7 +220,7 @@ class SingleTurn(ABC):
         texts = Demonstrations(styles=self.styles, write=self.demonstrate) if self.styles else None
         return Abilities(
             key=self.key,
-            alphabet=self.alphabet,
+            alphabet=self.alphabet or None,
             contained=self.contained,
             gold=gold,
             demonstrations=texts,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +20,11 @@ from posttrain.core.ports import Attempt
 from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict, outcome
+from posttrain.environment.check import Mark, check
 from posttrain.environment.expression import evaluate
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.calculator import CalculatorEnv, result
+from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.make import environment
 from posttrain.environment.scripted import ScriptedPolicy, attempt, judged
 from posttrain.verifier.integers import last_integer
@@ -92,7 +97,7 @@ def test_more_digits_than_python_converts_are_still_compared() -> None:
         (Env(args={"seed": 3}), "no such setting"),
         (Env(args={"ops": "*"}), "valid are"),
         (Env(args={"max_operand": 1, "max_terms": 2}), "room for 1 "),
-        (Env(prompts="x.jsonl"), "env.name='prompts'"),
+        (Env(prompts="x.jsonl"), "is not read by the environment"),
         (Env(name="prompts"), "needs env.prompts"),
         (Env(name="gym:chain_sun"), "did you mean 'chain_sum'"),
         (Env(name="gym:chain_sum", args={"min_term": 2}), "did you mean 'min_terms'"),
@@ -245,3 +250,73 @@ def test_environments_are_judged_concurrently_without_mixing() -> None:
         return [outcome(v) for v in await asyncio.gather(*(judged(env, t, [str(t.answer)]) for t in env.heldout))]
 
     assert asyncio.run(go()) == [1.0] * 200
+
+
+# --- classes of the user's -------------------------------------------------------------------------------------------
+
+OWN_PLAY = """
+from dataclasses import dataclass
+from posttrain.core.verdict import Verdict
+from posttrain.environment.prompts import PromptsEnv
+
+@dataclass(frozen=True, kw_only=True)
+class Twice(PromptsEnv):
+    more: str = "again"
+
+    @property
+    def name(self):
+        return "twice"
+
+    async def play(self, task, talk):
+        talk.see(task.prompt)
+        await talk.say()
+        talk.see(f"{self.more} {task.info['thing']}")
+        return (await talk.say()).stop
+"""
+JUDGES = "\n    def verify(self, attempt):\n        return Verdict.value(float(attempt.text == attempt.task.answer))\n"
+
+
+def test_rows_of_ones_own_are_played_by_a_class_of_ones_own(tmp_path: Path) -> None:
+    """The class reads the rows' columns; its verdict, where it has one, stands before the rewards'."""
+    rows = [{"prompt": f"{i}?", "answer": str(i), "thing": f"t{i}"} for i in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "plain.py").write_text(OWN_PLAY)
+    (tmp_path / "judges.py").write_text(OWN_PLAY + JUDGES)
+    own = {"prompts": str(tmp_path / "rows.jsonl"), "heldout": 2, "args": {"more": "now"}}
+    plain = environment(
+        Env(name=f"{tmp_path}/plain.py:Twice", rewards=(Reward(function="exact", weight=2.0),), **own), seed=0
+    )
+    task = plain.train.task(0)
+    talk = ScriptedPolicy(["no", task.answer])
+    assert asyncio.run(plain.play(task, talk)) is Stop.SAID
+    assert f"now {task.info['thing']}" in str(talk.seen) and len(plain.heldout) == 2
+    assert [j.source for j in asyncio.run(judged(plain, task, ["no", task.answer]))] == ["exact"]
+    judges = environment(Env(name=f"{tmp_path}/judges.py:Twice", measured=False, **own), seed=0)
+    assert judges.abilities.judges and outcome(asyncio.run(judged(judges, task, ["no", task.answer]))) == 1.0
+    with pytest.raises(ConfigError, match=r"plain.py:Twice' needs env.prompts"):
+        environment(Env(name=f"{tmp_path}/plain.py:Twice"), seed=0)
+    (tmp_path / "other.py").write_text("from posttrain.environment.gallery.arithmetic import Arithmetic as Other")
+    with pytest.raises(ConfigError, match="derive your own class from posttrain.environment.prompts.PromptsEnv"):
+        environment(Env(name=f"{tmp_path}/other.py:Other", prompts=own["prompts"]), seed=0)
+
+
+def test_an_environment_without_known_answers_needs_neither_gold_nor_alphabet() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Open(GeneratedTasks):
+        name = "open"
+
+        def draw(self, rng: np.random.Generator, name: str) -> Task:
+            return Task(name, f"say {rng.integers(9999)}")
+
+        def key(self, task: Task) -> str:
+            return str(task.prompt)
+
+        def verify(self, attempt: Attempt) -> Verdict:
+            return Verdict.value(min(1.0, len(attempt.text) / 10))
+
+    env = Open(heldout_count=4)
+    found = env.abilities
+    assert found.alphabet is None and found.gold is not None and found.gold.wrong is None
+    assert found.gold.known(env.heldout) == []
+    report = asyncio.run(check(env, tasks=4))
+    assert not [f for f in report.findings if f.mark is Mark.FAIL and "raised" in f.detail]

@@ -202,7 +202,7 @@ def test_a_name_that_is_none(name: str, says: str, tmp_path: Path, capsys: pytes
         ),
         (
             "from posttrain.environment.single import SingleTurn\nclass Mine(SingleTurn): ...",
-            "does not say alphabet, distractor, gold",
+            "does not say heldout, key, name, train yet",
         ),
         ("import nowhere_at_all", "cannot be imported: ModuleNotFoundError"),
     ],

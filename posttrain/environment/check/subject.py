@@ -117,12 +117,12 @@ class Subject:
 
     def near(self, task: Task) -> tuple[str, ...]:
         """Turns that look right and are not: the environment's distractor, or the answer to another question."""
-        if self.env.vouches_for_gold:
+        if self.env.vouches_for_gold and self.env.knows_distractor:
             return self.env.distractor(task)
         own = self.core(task)
         others = [t for t in self.tasks if self.knows(t) and self.core(t) != own]
         alike = min(others, key=lambda t: abs(len(self.core(t)) - len(own)), default=None)
-        return self.env.distractor(task) if alike is None else self.right(alike)
+        return (f"{own}?",) if alike is None else self.right(alike)
 
     def last(self, task: Task, text: str) -> tuple[str, ...]:
         """The right turns, with `text` in place of the last one."""
