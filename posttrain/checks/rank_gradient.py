@@ -51,8 +51,12 @@ def silent_on_all_ranks(
     Raises:
         InvariantError: on every rank, where the value head gets no gradient, or the gradients are not summed once.
     """
-    narrow = learner.narrow is not None or learner.policy.dtype in NARROW
-    with products(learner, parameters if narrow else {}) as wanted:
+    adapter = learner.policy.lora
+    dora = adapter is not None and adapter.dora  # PEFT's gradient leaves its norm out, which moves with the weights
+    by_layer = dora or learner.narrow is not None or learner.policy.dtype in NARROW
+    if by_layer:
+        learner.score(packed)  # a first pass has passes of its own, which compare what is shared
+    with products(learner, parameters if by_layer else {}) as wanted:
         scores = learner.forward(packed, entropy=False, value=bool(head))
         total = (scores.logp * cotangent(scores.logp)).sum()
         total = total if scores.value is None else total + scores.value.sum()
@@ -64,7 +68,7 @@ def silent_on_all_ranks(
     heard = {n for one in learner.ranks.every(own) for n, any_there in one.items() if any_there}
     if deaf := [n for n in head if n not in heard]:
         raise InvariantError(DEAF.format(", ".join(deaf)))
-    if narrow:
+    if by_layer:
         products_agree(learner, found, wanted)
     elif scores.value is None or not head:
         summed_once(learner, packed, parameters, found)
@@ -163,7 +167,8 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
 
 def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     """The gradient of each linear layer is the sum over ranks. Below float32 this takes the place of `summed_once`,
-    whose moves would be rounded away. Embedding and norms are cut and summed in the same way, and are not read.
+    whose moves would be rounded away, and with DoRA, whose gradient is not that of the log-probs. Embedding and norms
+    are cut and summed in the same way, and are not read.
 
     Raises:
         InvariantError: on every rank, where one is not, or there is no such layer.
