@@ -30,7 +30,7 @@ PUBLIC = {
     "posttrain.core.reward_model": "RewardModel",
     "posttrain.core.step_labels": "StepLabeling",
     "posttrain.core.stage": "Stage Optimizer",
-    "posttrain.core.env": "Env Reward SandboxSettings",
+    "posttrain.core.env": "Env JudgeEndpoint Reward SandboxSettings",
     "posttrain.core.engines": "Embedded VLLM",
     "posttrain.core.placement": "Local Processes Ray",
     "posttrain.core.sampling": "Sampling",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from posttrain.api.benchmark import HELDOUT, benchmark
 from posttrain.core.errors import ConfigError
 from posttrain.core.shell import command_line, python
 
@@ -17,9 +18,11 @@ EXAMPLES = tuple((a, b) for a in range(10, 90, 10) for b in range(1, 9))
 """The sums in the rows that a new reward function comes with."""
 
 
-Shape = Literal["env", "tools", "judged"]
-"""What kind of environment is written: one question and one answer, one with tools and several turns, or one whose
-answers are judged by a known taste."""
+Shape = Literal["env", "tools", "judged", "dialog"]
+"""What kind of environment is written: one question and one answer, one with tools and several turns, one whose
+answers are judged by a known taste, or a conversation with a simulated user and a persona to keep."""
+JUDGE = "judge:http://127.0.0.1:8000/v1"
+"""The judge in the commands and files that are written: `posttrain serve`, or another server on this machine."""
 
 
 def new_env(name: str, folder: Path | str = ".", kind: Shape = "env") -> tuple[Path, Path]:
@@ -28,8 +31,29 @@ def new_env(name: str, folder: Path | str = ".", kind: Shape = "env") -> tuple[P
     Raises:
         ConfigError: NAME is not a name for a Python file, or one of the files exists.
     """
-    one, two = _write(name, folder, {f"{name}.py": f"new_{kind}.txt", f"test_{name}.py": f"new_{kind}_test.txt"})
+    files = {f"{name}.py": f"new_{kind}.txt", f"test_{name}.py": f"new_{kind}_test.txt"}
+    one, two, *_ = _write(
+        name, folder, {**files, **({f"{name}.md": "new_dialog_rubric.txt"} if kind == "dialog" else {})}
+    )
     return one, two
+
+
+def new_benchmark(name: str, file: Path | str, folder: Path | str = ".") -> list[Path]:
+    """Write the items of a benchmark file as NAME.jsonl, its rubric as NAME.md, the rubric of a judge that is held out
+    as NAME_heldout.md, a run with both judges as NAME.py, and test_NAME.py; returns the paths.
+
+    Raises:
+        ConfigError: as `new_env`.
+        DataError: the file is no benchmark.
+    """
+    rubric, items = benchmark(file)
+    texts = {
+        f"{name}.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in items),
+        f"{name}.md": f"{rubric}\n",
+        f"{name}_heldout.md": f"{HELDOUT}{rubric}\n",
+    }
+    made = _write(name, folder, {f"{name}.py": "new_rubric.txt", f"test_{name}.py": "new_rubric_test.txt"}, texts)
+    return [*made, *(Path(folder) / file for file in texts)]
 
 
 def new_reward(name: str, folder: Path | str = ".") -> tuple[Path, Path, Path]:
@@ -87,16 +111,36 @@ def next_steps(path: Path, test: Path, cls: str, kind: Shape = "env") -> list[st
         "env": ("run", "arithmetic", f"env={env}", "sft.style=answer"),
         "tools": ("run", "shop", f"env={env}"),
         "judged": ("run", "dpo", f"env={env}", "sft.style=answer", "sft.wrong=0.9"),
+        "dialog": ("run", "calculator", f"env={env}", "sft.style=answer", "sft.wrong=0.6"),
     }[kind]
+    judge = (f"env.rewards={JUDGE}", f"env.rewards.0.judge.rubric={path.with_suffix('.md')}", "env.measured=true")
     mine = ("run", "dpo", "model=MODEL", f"env={env}", "sft=none") if kind == "judged" else None
     return _listed(
         (command_line("check", env), "try it and its verifier"),
         (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
         (command_line(*train), "train a small model from scratch on it"),
+        *(
+            [(command_line(*train, *judge), "the same, paid by a judge that is served there")]
+            if kind == "dialog"
+            else []
+        ),
         (
             command_line(*(mine or ("run", "grpo", "model=MODEL", f"env={env}"))),
             "train a model that you have: its path for MODEL",
         ),
+    )
+
+
+def benchmark_steps(run: Path, test: Path, rows: Path, rubric: Path) -> list[str]:
+    """What to try next with a benchmark and its judges."""
+    paid = (f"env.rewards={JUDGE}", f"env.rewards.0.judge.rubric={rubric}")
+    return _listed(
+        (f"{python()} {shlex.quote(str(test))}", "its own test, with a scripted judge (or: pytest)"),
+        (
+            command_line("check", "prompts", f"env.prompts={rows}", *paid),
+            "what the judge pays; it must be served there",
+        ),
+        (command_line("run", f"{run}:run", "model=MODEL"), "train a model that you have: its path for MODEL"),
     )
 
 

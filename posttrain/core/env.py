@@ -26,9 +26,9 @@ class JudgeEndpoint:
     """How a model at an endpoint judges (`judge:https://HOST/v1`). It reads one answer at a time."""
 
     rubric: str = ""
-    """A text file (.md or .txt) that says what is worth how much. It is required. With {response} in it, it is the
-    whole prompt; {prompt} and the columns of the data stand there by their names too. Without, the task and the answer
-    are written below it."""
+    """A text file (.md or .txt) that says what is worth how much. It is required. A column of the data stands in it by
+    its name, as {level}. The task and the answer are written below it; with {response} in it, it is the whole prompt,
+    in which {prompt} stands for the task."""
     name: str = ""
     """Its name in the record. Empty: `judge`, or `heldout_judge` where it is measured and not paid."""
     model: str | None = None

@@ -75,8 +75,6 @@ class Rubric:
 
     def check(self, tasks: Sequence[Task]) -> None:
         """DataError where the rubric names a column that a task does not have."""
-        if "{response}" not in self.text:
-            return
         for task in tasks:
             known = {"prompt", "response", *columns(task)}
             if strange := [n for n in _FIELD.findall(self.text) if n not in known]:
@@ -93,10 +91,11 @@ class Rubric:
         mark = hashlib.blake2b(f"{asked}\0{attempt.turns}\0{attempt.state}".encode(errors="replace"), digest_size=6)
         response = _response(attempt, mark.hexdigest())
         fields = {**{n: _text(v) for n, v in columns(task).items()}, "prompt": asked, "response": response}
-        if "{response}" not in self.text:
-            fields = {"prompt": asked, "response": response, "rubric": self.text, "form": self.form}
-            return _filled(_BELOW, {**fields, "mark": mark.hexdigest()})
-        return _filled(self.text, fields)
+        text = _filled(self.text, fields)
+        if "{response}" in self.text:
+            return text
+        own = {"rubric": text, "form": self.form, "mark": mark.hexdigest()}
+        return _filled(_BELOW, {"prompt": asked, "response": response, **own})
 
     @property
     def form(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 
 import posttrain
+from posttrain.api.benchmark import benchmark
 from posttrain.api.new import new_env, new_reward
 from posttrain.cli import main
 from posttrain.core import reader, shell
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.recipe.recipes import recipe
+from tests.rooms.judge_parts import scored, scripted_judge
 
 SMALL = (
     "model.hidden=32",
@@ -128,6 +131,73 @@ def test_the_test_of_a_known_taste_finds_one_that_is_a_surface_feature(tmp_path:
     )
     broken = subprocess.run([sys.executable, str(test)], capture_output=True, text=True, check=False)
     assert broken.returncode != 0 and "surface of pairs" in broken.stderr
+
+
+# --- a conversation ---------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_works_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own test passes, and it is trained on as printed, at toy size, also paid by a judge."""
+    assert main(["new", "env", "host", "--dialog", "--folder", str(tmp_path / "my files")]) == 0
+    check, own, train, paid, _ = said_steps(capsys.readouterr().out)
+    done = subprocess.run([sys.executable, *own[1:]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.count(": passed") == 4, done.stderr
+    assert main([*check[1:], "--tasks", "4", "--rate", "1"]) == 0
+    out = [*SMALL, *RL, "env.heldout=4", "--out"]
+    assert main([*train[1:], *out, str(tmp_path / "run")]) == 0
+    with scripted_judge(lambda text: scored(float(text.count(" assistant")))) as judge:
+        words = [w.replace("http://127.0.0.1:8000/v1", judge.url) for w in paid[1:]]
+        assert main([*words, *out, str(tmp_path / "paid")]) == 0
+    last = [s for s in reader.steps(tmp_path / "paid") if s.stage == "rl"][-1]
+    assert {"reward/judge", "rollout/truth"} <= set(last.gauges) and judge.bodies
+    played = [r.episode for f in reader.episode_files(tmp_path / "paid") for r in reader.read_episodes(f.path)]
+    assert all(1 <= len(e.turns) <= 2 and e.state["conversation"][0]["role"] == "user" for e in played)
+
+
+# --- a benchmark with a rubric ----------------------------------------------------------------------------------------
+
+ITEMS = [{"prompt": f"{a}+1=", "level": a} for a in range(10)]
+
+
+def test_a_benchmark_works_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "bench.json", tmp_path / "my files"
+    criteria = [{"criterion": "names the sum", "points": 3}, "is short"]
+    file.write_text(json.dumps({"rubric": criteria, "items": ITEMS}))
+    assert main(["new", "env", "sums", "--rubric", str(file), "--folder", str(out)]) == 0
+    own, check, train = said_steps(capsys.readouterr().out)
+    assert (out / "sums.md").read_text() == "- names the sum (3 points)\n- is short\n"
+    assert (out / "sums_heldout.md").read_text().endswith("- is short\n") and "strict" in (
+        out / "sums_heldout.md"
+    ).read_text()
+    done = subprocess.run([sys.executable, *own[1:]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.count(": passed") == 2, done.stderr
+    with scripted_judge(lambda text: scored(5.0)) as judge:
+        words = [w.replace("http://127.0.0.1:8000/v1", judge.url) for w in check[1:]]
+        main([*words, "--tasks", "4", "--rate", "1"])
+        assert judge.bodies and "raised" not in capsys.readouterr().out
+        both = [f"env.rewards.{i}.function=judge:{judge.url}" for i in (0, 1)]
+        small = [w for w in (*SMALL, *RL) if not w.startswith("sft.")]
+        words = [*train[1:-1], "model=none", *both, *small, "--out", str(tmp_path / "run")]
+        assert main(words) == 0
+    last = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"][-1]
+    assert {"reward/judge", "rollout/truth"} <= set(last.gauges)
+
+
+def test_a_rubric_of_each_item_and_files_that_are_no_benchmark(tmp_path: Path) -> None:
+    own = [{**item, "rubric": [f"says {item['level'] + 1}"]} for item in ITEMS]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, own)))
+    rubric, rows = benchmark(tmp_path / "own.jsonl")
+    assert rubric.endswith("{rubric}") and rows[2]["rubric"] == "- says 3"
+    for data, says in (
+        ({"items": ITEMS}, "item 1 has no rubric"),
+        ({"rubric": "r", "items": [own[0], ITEMS[0]]}, "item 2 has no rubric"),
+        ({"rubric": [3], "items": ITEMS}, "a criterion is a text"),
+        ({"rubric": "r", "items": [{"question": "x"}]}, "write {"),
+        ([], "write {"),
+    ):
+        (tmp_path / "bad.json").write_text(json.dumps(data))
+        with pytest.raises(DataError, match=says):
+            benchmark(tmp_path / "bad.json")
 
 
 # --- a reward function ------------------------------------------------------------------------------------------------
