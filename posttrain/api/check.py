@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted
 from posttrain.api.console import PlainConsole
+from posttrain.api.console import table as columns
 from posttrain.core.abilities import LintFinding
 from posttrain.core.errors import ConfigError
 from posttrain.core.reader import is_run, steps
@@ -37,8 +38,6 @@ from posttrain.recipe.recipes import RECIPES
 from posttrain.recipe.recipes import recipe as shipped
 
 COLOURS = {Mark.OK: "green", Mark.WARN: "yellow", Mark.FAIL: "bold red", Mark.SKIP: "dim"}
-WIDEST_NAME = 24
-"""Columns of a probe's name in the table."""
 
 
 def check(
@@ -212,14 +211,10 @@ def skipped(report: CheckReport) -> dict[str, list[str]]:
     return out
 
 
-def table(report: CheckReport) -> Table:
+def table(report: CheckReport) -> Group:
     """One row per probe that was asked."""
     sources = f", judged by {', '.join(report.sources)}" if report.sources else ""
-    out = Table(title=f"{report.env}: {report.tasks} tasks{sources}", title_justify="left")
-    out.add_column("", no_wrap=True)
-    out.add_column("probe", overflow="fold", max_width=WIDEST_NAME)
-    out.add_column("what was seen", overflow="fold")
-    for f in report.findings:
-        if f.mark is not Mark.SKIP:
-            out.add_row(Text(f.mark.value, COLOURS[f.mark]), f.probe, f.detail)
-    return out
+    asked = [f for f in report.findings if f.mark is not Mark.SKIP]
+    rows = [(Text(f.mark.value, COLOURS[f.mark]), f.probe, f.detail) for f in asked]
+    heads = ("", "probe", "what was seen")
+    return columns(f"{report.env}: {report.tasks} tasks{sources}", heads, rows, words=heads)

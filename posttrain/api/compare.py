@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.table import Table
+from rich.console import Group
 
-from posttrain.api.console import PlainConsole
-from posttrain.api.summary import WIDTH, bare_table, short
+from posttrain.api.console import PlainConsole, table
+from posttrain.api.summary import WIDTH, short
 from posttrain.core.interval import Score
 from posttrain.diagnose.compared import SAME_LOSS, ComparedRun, GroupGain, RunComparison, RunGroup, compare_runs
 
 LONGEST = 24
 """Most characters of a setting's value in the table."""
+MOST = 10
+"""Most settings that differ, in the table."""
 
 
-def compare(*folders: str | Path, stage: str | None = None, quiet: bool = False) -> RunComparison:
+def compare(*folders: str | Path, stage: str | None = None, quiet: bool = False, every: bool = False) -> RunComparison:
     """Compare runs by held-out score, paired by prompt, the first run's settings against each of the others.
 
     Runs that differ in nothing but their seed make one group.
@@ -27,55 +29,42 @@ def compare(*folders: str | Path, stage: str | None = None, quiet: bool = False)
         folders: two run folders or more.
         stage: compare at the end of this stage; default the last one of each run.
         quiet: print nothing.
+        every: print all settings that differ, not the first ten.
     """
     found = compare_runs(folders, stage)
     if not quiet:
-        show_comparison(PlainConsole(soft_wrap=True), found)
+        show_comparison(PlainConsole(soft_wrap=True), found, every)
     return found
 
 
-def show_comparison(console: PlainConsole, c: RunComparison) -> None:
-    """Print a comparison."""
-    console.print(_runs(c))
-    if len(c.groups) > 1:
-        console.print(_settings(c.groups))
-    console.print()
-    for note in c.notes:
-        for line in textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="  ", break_long_words=False):
-            console.print(line)
-    for line in sentences(c):
+def show_comparison(console: PlainConsole, c: RunComparison, every: bool = False) -> None:
+    """Print a comparison: the sentence, what to know of it, and the tables. `every`: all settings that differ."""
+    for line in (*sentences(c), *(f"note: {note}" for note in c.notes)):
         for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False):
             console.print(part)
+    console.print(_runs(c))
+    if len(c.groups) > 1:
+        console.print(_settings(c.groups, every))
 
 
-def _runs(c: RunComparison) -> Table:
+def _runs(c: RunComparison) -> Group:
     what = _word(c)
-    table = bare_table(f"held-out {what} of each run")
-    for name in ("", "run", "seed", "stage", "at step", f"{what} [95 %]"):
-        left = name in ("", "run", "stage")
-        table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=name != "run")
-    for group in c.groups:
-        for run in group.runs:
-            score = _score(c, run)
-            table.add_row(
-                group.letter,
-                run.of.folder.name or str(run.of.folder),
-                str(run.seed),
-                run.stage.name,
-                str(run.measured.step),
-                short(score.mean, score.low, score.high),
-            )
-    return table
+    heads = ("", "run", "seed", "stage", "at step", f"{what} [95 %]")
+    rows = list[tuple[str, ...]]()
+    for letter, run in ((g.letter, r) for g in c.groups for r in g.runs):
+        score, name = _score(c, run), run.of.folder.name or str(run.of.folder)
+        figures = (str(run.measured.step), short(score.mean, score.low, score.high))
+        rows.append((letter, name, str(run.seed), run.stage.name, *figures))
+    return table(f"held-out {what} of each run", heads, rows, words=("", "run", "stage"))
 
 
-def _settings(groups: Sequence[RunGroup]) -> Table:
-    table = bare_table("settings that differ")
-    table.add_column("setting", overflow="fold")
-    for group in groups:
-        table.add_column(group.letter, overflow="fold")
-    for name in groups[0].settings:
-        table.add_row(name, *(_cut(g.settings[name]) for g in groups))
-    return table
+def _settings(groups: Sequence[RunGroup], every: bool) -> Group:
+    heads = ("setting", *(g.letter for g in groups))
+    names = [*groups[0].settings]
+    shown = names if every else names[:MOST]
+    title = "settings that differ" + (f", the first {MOST} of {len(names)} (all: --all)" if shown != names else "")
+    rows = [(name, *(_cut(g.settings[name]) for g in groups)) for name in shown]
+    return table(title, heads, rows, words=heads)
 
 
 def _cut(text: str) -> str:

@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from posttrain.core.visible import visible_lines
+
+WIDEST = 10_000
+"""Columns of a table that is not drawn into a terminal."""
+
+
+def table(
+    title: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    words: Collection[str],
+    one_line: bool = False,
+) -> Group:
+    """The form of every table that a command prints: no lines, so that it reads well in a log file, its title above it
+    at the left, and two blanks between columns.
+
+    Args:
+        title: '' for none.
+        words: the heads of columns of text, which stand at the left and are folded. The others are numbers, which stand
+            at the right and stay whole.
+        one_line: cut text that is too long instead, where a table is drawn in place of the one before.
+    """
+    out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in heads:
+        left = head in words
+        out.add_column(head, justify="left" if left else "right", overflow="fold", no_wrap=one_line or not left)
+    for row in rows:
+        out.add_row(*row)
+    return Group("", title, out) if title else Group(out)
+
+
+def lines_of(of: Group) -> list[str]:
+    """The lines of a table, as wide as it is."""
+    out = io.StringIO()
+    PlainConsole(file=out, width=WIDEST).print(of)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 class PlainConsole(Console):

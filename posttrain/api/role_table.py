@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rich.table import Table
+from rich.console import Group
 
+from posttrain.api.console import table
 from posttrain.controller.parts import RunParts
 from posttrain.core.role_row import RoleRow
 from posttrain.engine.pool.busy import BusyTime
@@ -76,13 +77,18 @@ class RoleWatch:
         return sum(self.clock.spent(role) for role in WAITS)
 
 
-def drawn(rows: Sequence[RoleRow]) -> Table:
+def drawn(rows: Sequence[RoleRow]) -> Group:
     """The table as rich draws it."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in ("role", "does", "holds", "") else "right", no_wrap=True)
-    for r in rows:
-        tokens = "" if r.tokens is None else f"{r.tokens:,}"
-        age = "" if r.age is None else f"{r.age:.1f} s"
-        table.add_row(r.name, r.doing, r.depth, tokens, age, "" if r.idle is None else f"{r.idle:.0%}", r.more)
-    return table
+    cells = [
+        (
+            r.name,
+            r.doing,
+            r.depth,
+            "" if r.tokens is None else f"{r.tokens:,}",
+            "" if r.age is None else f"{r.age:.1f} s",
+            "" if r.idle is None else f"{r.idle:.0%}",
+            r.more,
+        )
+        for r in rows
+    ]
+    return table("", COLUMNS, cells, words=("role", "does", "holds", ""), one_line=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.console import Group
 
 from posttrain import faults
 from posttrain.api.admit import to_stderr
-from posttrain.api.console import PlainConsole
+from posttrain.api.console import PlainConsole, table
 from posttrain.api.endpoint import is_url
 from posttrain.api.environments import make_environment
 from posttrain.api.handed import HandedObjects
@@ -64,22 +64,19 @@ class SearchReport:
         often = f", each searched {self.runs} times" if self.runs > 1 else ""
         return f"{self.name} on {self.tasks} held-out tasks of {self.environment}{often}"
 
-    def table(self) -> Table:
+    def table(self) -> Group:
         from posttrain.search.curves import frontier
         from posttrain.search.kinds import ONE
 
         one = next(p for p in self.points if p.kind == ONE)
         front = frontier(self.points)
-        out = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        out.add_column("search", overflow="fold")
-        for head in ("accuracy [95 %]", "tokens", "gain [95 %]", ""):
-            out.add_column(head, justify="right", no_wrap=True)
+        rows = list[tuple[str, ...]]()
         for p in self.points:
             gain = p.gain(one)
             more = "-" if p is one else short(gain.mean, gain.low, gain.high, "+")
             score = short(p.accuracy.mean, p.accuracy.low, p.accuracy.high)
-            out.add_row(p.name, score, f"{p.tokens:.1f}", more, "*" if p in front else "")
-        return out
+            rows.append((p.name, score, f"{p.tokens:.1f}", more, "*" if p in front else ""))
+        return table("", ("search", "accuracy [95 %]", "tokens", "gain [95 %]", ""), rows, words=("search",))
 
     def notes(self) -> list[str]:
         """Lines below the table."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.console import Group
 
-from posttrain.api.console import PlainConsole
+from posttrain.api.console import PlainConsole, table
 from posttrain.api.curve import curve_lines, picture
 from posttrain.api.lineage import write_lineage
 from posttrain.api.next_steps import next_steps
@@ -84,25 +84,16 @@ def measures(of: RunOutcome) -> tuple[str, ...]:
     return ("accuracy", "reward") if any(s.graded for s in of.stages) else ("accuracy",)
 
 
-def tables(of: RunOutcome) -> list[Table]:
+def tables(of: RunOutcome) -> list[Group]:
     """`measures` after each stage."""
-    out: list[Table] = []
+    out: list[Group] = []
     for what in measures(of):
-        table = bare_table(
+        title = (
             f"held-out {'accuracy' if what == 'accuracy' else 'mean reward'} after each stage, and the gain over the"
-            " same prompts"
         )
-        for name in HEADER:
-            table.add_column(name.format(what), justify="left" if name == "stage" else "right", no_wrap=True)
-        for row in score_rows(of, what):
-            table.add_row(*row)
-        out.append(table)
+        heads = [name.format(what) for name in HEADER]
+        out.append(table(f"{title} same prompts", heads, score_rows(of, what), words=("stage",)))
     return out
-
-
-def bare_table(title: str) -> Table:
-    """A table without lines, which is narrow and reads well in a log file."""
-    return Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def footnote(of: RunOutcome) -> str:
@@ -236,8 +227,8 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
     """Print the report of a run."""
     for line in planted_lines(of.run):
         console.print(line, style="bold red")
-    for table in tables(of) if of.stages else ():
-        console.print(table)
+    for one in tables(of) if of.stages else ():
+        console.print(one)
     console.print()
     for line in (
         *filter(None, [footnote(of)]),
@@ -376,20 +367,17 @@ def conclude(folder: Path, console: PlainConsole | None) -> None:
 
 def show_report(console: PlainConsole, target: str, environment: str, report: EvaluationReport) -> None:
     """One evaluation as a table."""
-    out = Table(title=f"{target} on held-out {environment}")
-    for name in ("measure", "value [95 %]", "prompts"):
-        out.add_column(name, justify="left" if name == "measure" else "right")
     rows = [("accuracy (sampled)", report.accuracy), ("accuracy (greedy)", report.greedy)]
     if report.graded:
         rows += [("mean reward (sampled)", report.reward), ("mean reward (greedy)", report.greedy_reward)]
     rows.append(("what is paid (sampled)", report.proxy))
-    for measure, score in (*rows, *((f"pass@{k}", s) for k, s in report.pass_at.items())):
-        if score is not None:
-            out.add_row(measure, str(score), str(score.prompts))
+    rows += [(f"pass@{k}", s) for k, s in report.pass_at.items()]
+    cells = [(measure, str(score), str(score.prompts)) for measure, score in rows if score is not None]
+    heads = ("measure", "value [95 %]", "prompts")
+    console.print(table(f"{target} on held-out {environment}", heads, cells, words=("measure",)))
     if report.graded:
         what = "what was paid" if report.proxy is None else "what is measured and not paid"
-        out.caption = f"accuracy: the share of answers with a reward of 1 or more (pass@1); mean reward: {what}"
-    console.print(out)
+        console.print(f"accuracy: the share of answers with a reward of 1 or more (pass@1); mean reward: {what}")
     console.print(
         f"{report.mean_tokens:.1f} tokens a response, {report.truncated:.1%} cut off, {report.unjudged} unjudged"
     )

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from posttrain.api.console import lines_of
+from posttrain.api.console import table as columns
 from posttrain.core.errors import ConfigError
 from posttrain.core.formula.picture import WIDTH
 from posttrain.core.reader import run_file
@@ -188,22 +190,17 @@ def table(rows: Sequence[AblationRow]) -> Iterator[str]:
     """The table. Algorithms with equal gradients share one line; their names are below it. A column is as wide as its
     longest cell asks for, so tiny norms join no columns and move no row."""
     cells = [_cells(r) for r in rows]
-    wide = max(len(r.name) for r in rows) + 2
-    widths = [max(w, *(len(line[i]) + 1 for line in cells)) for i, w in enumerate(_WIDTHS)]
-    yield f"{HEAD[0]:<{wide}}" + "".join(f"{h:>{w}}" for h, w in zip(HEAD[1:], widths, strict=True))
     merged: list[tuple[AblationRow, tuple[str, ...], list[str]]] = []
     for i, (r, line) in enumerate(zip(rows, cells, strict=True)):
         if i > 1 and line == merged[-1][1] and math.isclose(merged[-1][0].norm, r.norm, rel_tol=EQUAL):
             merged[-1][2].append(r.name)
         else:
             merged.append((r, line, []))
-    for r, line, same in merged:
-        yield f"{r.name:<{wide}}" + "".join(f"{c:>{w}}" for c, w in zip(line, widths, strict=True))
+    head, *printed = lines_of(columns("", HEAD, [(r.name, *line) for r, line, _ in merged], HEAD[:1], one_line=True))
+    yield head
+    for text, (_, _, same) in zip(printed, merged, strict=True):
+        yield text
         yield from _prose(f"= {', '.join(same)}", "  ") if same else ()
-
-
-_WIDTHS = (8, 9, 8, 7, 8, 7, 7, 8, 8, 8)
-"""Least widths of the columns of numbers, the blank before each included."""
 
 
 def _cells(r: AblationRow) -> tuple[str, ...]:

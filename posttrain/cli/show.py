@@ -24,6 +24,8 @@ from posttrain.core.visible import visible
 
 HEAD = "  episode  sibling  reward  shaped  advantage  tokens  stop"
 INDENT = " " * 11
+Numbered = tuple[int, Recorded]
+"""An episode with its number in its file."""
 
 
 def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -> Iterator[str]:
@@ -90,40 +92,62 @@ def _list(
         )
         return
     yield paint(HEAD, "dim", on)
-    shown = rows[: wanted.limit] if wanted.limit > 0 else rows
-    width = screen_width()
-    for _, siblings in groupby(shown, key=lambda row: (row[1].episode.task.id, row[1].episode.visit)):
-        of_task = list(siblings)
+    groups = _groups(rows, mixed_first=not (wanted.best or wanted.worst))
+    left = wanted.limit if wanted.limit > 0 else len(rows)
+    width, seen, first = screen_width(), 0, groups[0][0][0][0]
+    for of_task in groups:
+        if left <= 0:
+            break
         yield ""
         most = 0 if wanted.full else PROMPT_LINES
-        for line in folded(conversation(of_task[0][1].episode.task.prompt), width - 2, most, "; --full shows all"):
+        for line in folded(conversation(of_task[0][0][1].episode.task.prompt), width - 2, most, "; --full shows all"):
             yield paint(f"  {line}", "cyan", on)
-        for i, r in of_task:
-            yield from _row(i, r, wanted.full, width, on)
+        for same in of_task[:left]:
+            yield from _row(*same[0], len(same), wanted.full, width, on)
+            seen += len(same)
+        left -= len(of_task)
     yield ""
-    if len(shown) < len(rows):
-        yield paint(f"  ... {len(rows) - len(shown)} more; --limit 0 shows all", "dim", on)
+    if seen < len(rows):
+        yield paint(f"  ... {len(rows) - seen} more; --limit 0 shows all", "dim", on)
     flag = " --eval" if chosen.kind == "eval" else ""
     yield "token by token:"
     command = command_line("show", folder, "--stage", chosen.stage, "--step", str(chosen.index))
-    yield f"  {visible(command)}{flag} --episode {shown[0][0]}"
+    yield f"  {visible(command)}{flag} --episode {first}"
 
 
-def _row(i: int, r: Recorded, full: bool, width: int, on: bool) -> Iterator[str]:
-    """One episode: its figures, then what was said, and what went wrong with it."""
-    e = r.episode
-    mean = (
-        None
-        if r.advantage is None
-        else float(np.mean(np.concatenate([*r.advantage, np.zeros(0)])))
-        if e.spoken
-        else 0.0
-    )
+def _groups(rows: Sequence[Numbered], mixed_first: bool) -> list[list[list[Numbered]]]:
+    """The episodes of each prompt, those that are alike together. Prompts whose rewards differ come first, where asked:
+    they are what a step learns from."""
+    out = list[list[list[Numbered]]]()
+    for _, siblings in groupby(rows, key=lambda row: (row[1].episode.task.id, row[1].episode.visit)):
+        alike: dict[tuple[object, ...], list[Numbered]] = {}
+        for i, r in siblings:
+            e = r.episode
+            key = (e.text, e.reward, r.shaped, number(_advantage(r)), e.spoken, e.stop, *_notes(r))
+            alike.setdefault(key, []).append((i, r))
+        out.append(list(alike.values()))
+    if mixed_first:
+        out.sort(key=lambda g: len({same[0][1].episode.reward for same in g} - {None}) < 2)
+    return out
+
+
+def _advantage(r: Recorded) -> float | None:
+    """The mean advantage of its tokens."""
+    if r.advantage is None:
+        return None
+    return float(np.mean(np.concatenate([*r.advantage, np.zeros(0)]))) if r.episode.spoken else 0.0
+
+
+def _row(i: int, r: Recorded, times: int, full: bool, width: int, on: bool) -> Iterator[str]:
+    """One episode, or several that are alike: figures, then what was said, and what went wrong."""
+    e, mean = r.episode, _advantage(r)
     colour = "" if e.reward is None else "yellow" if is_wrong(r) else "green"
     reward = paint(f"{number(e.reward):>7}", colour, on)
     yield (f"  {i:>7}  {e.sibling:>7} {reward} {number(r.shaped):>7}  {number(mean):>9}  {e.spoken:>6}  {e.stop.value}")
+    lead = INDENT if times == 1 else f"{f'{times} x':>{len(INDENT) - 2}}  "
     for line in folded(e.text, width - len(INDENT), 0 if full else SAID_LINES, "; --full shows all"):
-        yield f"{INDENT}{line}".rstrip()
+        yield f"{lead}{line}".rstrip()
+        lead = INDENT
     for note in _notes(r):
         for line in hanging(f"{INDENT}! ", note, width):
             yield paint(line, "yellow", on)

@@ -18,6 +18,7 @@ from posttrain.core.interval import student95 as student95
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Run
 from posttrain.core.shell import command_line
+from posttrain.diagnose.differing import differing
 from posttrain.diagnose.outcome import Measurement, RunOutcome, StageOutcome, read_outcome
 
 OF_THE_MACHINE = ("threads", "trackers", "keep_checkpoints", "slots", "deterministic")
@@ -219,11 +220,10 @@ def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
         found.setdefault(repr(sorted(of.items())), []).append(run)
     if len(found) > len(LETTERS):
         raise ConfigError(f"compare takes at most {len(LETTERS)} different settings: {len(found)} were given")
-    each = [settings_of(members[0].of.run) for members in found.values()]
-    names = [n for n in dict.fromkeys(n for of in each for n in of) if len({of.get(n, "-") for of in each}) > 1]
+    firsts = [members[0].of.run for members in found.values()]
+    each = differing(firsts, [settings_of(run) for run in firsts])
     return tuple(
-        RunGroup(letter, tuple(members), {n: of.get(n, "-") for n in names})
-        for letter, members, of in zip(LETTERS, found.values(), each, strict=False)
+        RunGroup(letter, tuple(members), of) for letter, members, of in zip(LETTERS, found.values(), each, strict=False)
     )
 
 

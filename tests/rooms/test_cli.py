@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import posttrain
 from posttrain.api.endpoint import EndpointOptions
 from posttrain.api.request import RunOptions
 from posttrain.cli import main
@@ -66,6 +68,14 @@ print(sorted(m for m in sys.modules if m in ("torch", "transformers", "tokenizer
     modules, seconds = done.stderr.rsplit(" ", 1)
     assert modules == "[]", modules
     assert float(seconds) < 3.0 and len(done.stdout) > 150
+
+
+def test_one_function_writes_the_tables_of_all_commands() -> None:
+    package = Path(posttrain.__file__).parent
+    made = {
+        str(p.relative_to(package)) for p in package.rglob("*.py") if re.search(r"(?<![.\w])Table\(", p.read_text())
+    }
+    assert {p for p in made if not p.startswith("lab/")} == {"api/console.py"}
 
 
 @pytest.mark.parametrize("command", [c.__name__.rpartition(".")[2].removesuffix("_command") for c in COMMANDS])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
@@ -14,15 +15,20 @@ import pytest
 from run_parts import RL, SMALL, play, refused
 
 import posttrain
+from posttrain.api.compare import show_comparison
+from posttrain.api.console import PlainConsole
 from posttrain.api.curve import CurveLine, picture
+from posttrain.api.overrides import apply
 from posttrain.api.summary import markdown, write_summary
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
 from posttrain.core.interval import Gain, Score
-from posttrain.diagnose.compared import compare_runs, over_seeds, student95
+from posttrain.diagnose.compared import compare_runs, over_seeds, settings_of, student95
+from posttrain.diagnose.differing import differing
 from posttrain.diagnose.learned import stage_learned
 from posttrain.diagnose.outcome import Measurement, RunOutcome, read_outcome
+from posttrain.recipe.recipes import recipe
 
 TINY = (
     *SMALL,
@@ -283,6 +289,32 @@ def test_two_runs_are_paired_by_prompt(run: Path, other: Path, capsys: pytest.Ca
     assert c.gains[0].over_seeds is None
     said = capsys.readouterr().out
     assert "another seed may" in " ".join(said.split()) and all(len(x) <= 80 for x in said.splitlines())
+
+
+def test_what_differs_is_told_by_weight_and_a_stage_that_one_lacks_is_one_line() -> None:
+    one, two = (apply(recipe("arithmetic"), words) for words in ([], ["sft=none", "algorithm=dapo", "rl.steps=9"]))
+    two = apply(
+        two, ["model.lora.rank=4", "evaluation.samples=3", *(f"rl.optimizer.{n}=0.5" for n in ("beta1", "eps"))]
+    )
+    a, b = differing([one, two], [settings_of(one), settings_of(two)])
+    assert [*a][:4] == ["sft", "rl.algorithm.name", "model.lora", "rl.steps"] and [*a][-1] == "evaluation.samples"
+    assert (a["sft"], b["sft"]) == ("supervised, 240 steps", "-") and not any(n.startswith("sft.") for n in a)
+    assert (a["rl.algorithm.pull"], b["rl.algorithm.pull"]) == ("KL", "None") and "rl.algorithm.pull.coef" not in a
+    assert b["rl.algorithm.shape"] == "Signed, Overlong" and b["model.lora"].startswith("rank=4, ")
+
+
+def test_a_comparison_leads_with_the_sentence_and_ten_settings(
+    run: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = compare_runs([run, other])
+    many = {f"rl.x{i}": "1" for i in range(14)}
+    found = replace(found, groups=tuple(replace(g, settings=many) for g in found.groups))
+    show_comparison(PlainConsole(width=80), found)
+    said = capsys.readouterr().out.splitlines()
+    assert re.match("(B is|It cannot|B and A|A and B)", said[0]), said[0]
+    assert sum(x.startswith("rl.x") for x in said) == 10 and any("the first 10 of 14 (all: --all)" in x for x in said)
+    show_comparison(PlainConsole(width=80), found, every=True)
+    assert sum(x.startswith("rl.x") for x in capsys.readouterr().out.splitlines()) == 14
 
 
 def test_a_seed_that_was_run_twice_counts_once(

@@ -104,6 +104,19 @@ def test_show_filters_and_orders(folder: Path) -> None:
     assert "held-out evaluation" in text(folder, kind="eval")
 
 
+def test_siblings_that_are_alike_are_one_and_mixed_prompts_come_first(tmp_path: Path) -> None:
+    alike, mixed = a_group(Task("t0", "all right", 4), [1.0] * 4), a_group(Task("t1", "mixed", 4), [1.0, 0.0, 0.0, 0.0])
+    told = [replace(g, episodes=tuple(replace(e, text="it is 4") for e in g.episodes)) for g in (alike, mixed)]
+    with Book.create(tmp_path / "run", Run(recipe="r", stages=(Reinforce(name="rl"),)), {}) as book:
+        book.write_evaluation("rl", 1, told)
+    shown = text(tmp_path / "run").splitlines()
+    assert [x.strip() for x in shown if x in ("  mixed", "  all right")] == ["mixed", "all right"]
+    assert rows(tmp_path / "run") == [4, 5, 0]
+    assert [x.split()[:2] for x in shown if "it is 4" in x] == [["it", "is"], ["3", "x"], ["4", "x"]]
+    assert rows(tmp_path / "run", limit=2) == [4, 5] and "4 more; --limit 0" in text(tmp_path / "run", limit=2)
+    assert rows(tmp_path / "run", best=True)[0] == 0, "an order that was asked for stays"
+
+
 def test_show_one_episode_token_by_token(folder: Path) -> None:
     seen = text(folder, step=1, episode=1).splitlines()
     assert seen[0] == "rl step 1" and "task t0, visit 0, sibling 1, stop stop" in seen[1]

@@ -17,11 +17,12 @@ def add(sub: Subparsers) -> None:
         "  posttrain compare runs/grpo-0 runs/grpo-1 runs/dapo-0 runs/dapo-1   # seeds are grouped",
     )
     p.add_argument("runs", nargs="+", metavar="RUN", help="two run folders or more; the first one is compared with")
+    p.add_argument("--all", action="store_true", dest="every", help="list every setting that differs (default: ten)")
     p.add_argument("--stage", metavar="NAME", help="compare at the end of this stage (default: each run's last)")
 
 
 def compare(o: Namespace) -> int:
     from posttrain.api import compare as runs
 
-    runs.compare(*o.runs, stage=o.stage)
+    runs.compare(*o.runs, stage=o.stage, every=o.every)
     return 0
