@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -41,17 +42,22 @@ def positions(knob: Any, count: int) -> list[Any]:
     return list(dict.fromkeys(knob.read(min(max(v, knob.low), knob.high)) for v in values))
 
 
+def main_knobs(lesson: Lesson) -> list[Any]:
+    """The knobs that a page without a server can move."""
+    names = lesson.grid or tuple(k.name for k in lesson.knobs[:1])
+    return [k for n in names for k in lesson.knobs if k.name == n]
+
+
 def grid(lesson: Lesson, count: int) -> dict[str, Any]:
     """Readouts on a grid of the lesson's main knobs, those of its breaks, and its claims."""
-    names = lesson.grid or tuple(k.name for k in lesson.knobs[:1])
-    known = {k.name: k for k in lesson.knobs}
-    values = [positions(known[n], count) for n in names]
+    names = [k.name for k in main_knobs(lesson)]
+    values = [positions(k, count) for k in main_knobs(lesson)]
     readouts = [
         lesson.last(lesson.read(dict(zip(names, at, strict=True)))).as_json() for at in itertools.product(*values)
     ]
     broken = [lesson.last(lesson.read(b.values)).as_json() for b in lesson.breaks]
     return {
-        "knobs": list(names), "positions": values, "readouts": readouts, "breaks": broken,
+        "knobs": names, "positions": values, "readouts": readouts, "breaks": broken,
         "claims": claim_rows(lesson),
     }  # fmt: skip
 
@@ -72,13 +78,21 @@ def fitted(lesson: Lesson) -> tuple[str, dict[str, Any]]:
     """
     counts = (TRAINED,) if lesson.pace == "train" else POSITIONS
     sizes: list[int] = []
+    one = len(_json(lesson.last(lesson.read({})).as_json()))
     for count in counts:
+        readouts = math.prod(len(positions(k, count)) for k in main_knobs(lesson)) + len(lesson.breaks)
+        if count != counts[-1] and one * readouts > MOST:  # so a grid that would be thrown away is not computed
+            continue
         found = grid(lesson, count)
-        text = json.dumps(found, separators=(",", ":"))
+        text = _json(found)
         if len(text.encode()) <= MOST:
             return text, found
         sizes.append(len(text.encode()))
     raise ConfigError(f"page {lesson.number}: {sizes[-1]:,} bytes of readouts, {MOST:,} are allowed; thin its curves")
+
+
+def _json(found: Any) -> str:
+    return json.dumps(found, separators=(",", ":"))
 
 
 def write_site(into: Path, say: Callable[[str], None] = tell) -> int:
