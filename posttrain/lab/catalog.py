@@ -20,6 +20,18 @@ LISTED = ("number", "name", "title", "part", "force", "minutes", "question", "mi
 PARTS = ("the framework", "the algorithms", "production", "the engineer", "synthesis", "the ladder")
 MAP = ("00", "map")
 """Number and name of the map, which is no lesson."""
+PLANNED = {
+    "19": "Topologies: who waits for whom",
+    "20": "The KV cache: capacity or bandwidth",
+    "22": "Memory: does it fit?",
+    "22a": "Throughput: which term rules a step",
+    "22c": "Asynchrony: how far may it run ahead?",
+    "25": "Kernels: what each one saves",
+    "26": "Three forces: signal, estimator, cost",
+    "28": "Bottlenecks: what to make faster first",
+}
+"""Pages that are not there, because they compute with the planner."""
+NOT_THERE = "comes with the planner"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +89,8 @@ def find(word: str) -> Entry:
     for e in entries():
         if wanted in (e.number.lower(), e.number.lower().lstrip("0"), e.name):
             return e
+    if wanted in PLANNED:
+        raise ConfigError(f"page {wanted}, {PLANNED[wanted]}, is not there yet: it {NOT_THERE}")
     known = [w for e in entries() for w in (e.number, e.name)]
     raise ConfigError(f"there is no page {word}; {nearest(wanted, known)}. posttrain lab --list prints them all")
 
