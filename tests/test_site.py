@@ -14,6 +14,7 @@ import pytest
 from posttrain.core.ladder import LADDER
 from scripts.site.examples import FIRST, LAST, TITLE, cut
 from scripts.site.pages import SiteError, Stage, outline, place, read_pages, relative, slug
+from scripts.site.drawings import DRAWINGS, QUESTIONS
 from scripts.site.pictures import FIGURES, PICTURES, Picture
 
 ROOT = Path(__file__).parents[1]
@@ -126,6 +127,18 @@ def test_a_picture_is_of_its_command_and_asks_nobody(picture: Picture) -> None:
     assert not re.findall(r"(?:url\(|href=)[\"']?https?://", text) and "/.venv" not in words
 
 
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_drawing_is_what_its_script_draws(name: str) -> None:
+    text = DRAWINGS[name]().svg()
+    assert text == (ROOT / f"docs/pictures/{name}.svg").read_text(encoding="utf-8"), "run python -m scripts.site.drawings"
+    assert xml.fromstring(text).find("{http://www.w3.org/2000/svg}title") is not None
+
+
+def test_the_decision_tree_names_what_its_page_names() -> None:
+    page, named = PAGES["docs/which-algorithm.md"], [a for _, _, names in QUESTIONS for a in names.split(", ")]
+    assert not [a for a in named if a not in LADDER or f"`{a}`" not in page]
+
+
 def test_every_picture_is_shown() -> None:
     shown = " ".join(PAGES.values())
     named = {*(f"{p.name}.svg" for p in PICTURES), *FIGURES, *(p.name for p in (ROOT / "docs/pictures").iterdir())}
@@ -202,7 +215,7 @@ def test_long_output_is_cut_between_paragraphs() -> None:
 def test_the_site_needs_no_import_of_the_package() -> None:
     """It is built where torch is not installed; only what makes its pictures, tables and outputs needs it."""
     for path in (ROOT / "scripts/site").glob("*.py"):
-        if path.name not in ("pictures.py", "notebooks.py", "examples.py", "lessons.py"):
+        if path.name not in ("pictures.py", "drawings.py", "curves.py", "notebooks.py", "examples.py", "lessons.py"):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             named = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
             assert not [m for m in named if m.split(".")[0] in ("posttrain", "tests", "torch")], path.name

@@ -178,6 +178,13 @@ def metrics() -> str:
             " definition."
         ),
         "",
+        "![Six gauges of a run that learns, over their healthy bands](pictures/gauges.svg)",
+        "",
+        (
+            "Six of them in a run that learns (`posttrain run arithmetic`). Towards its end most prompts are always"
+            " right: `rollout/solved` and `credit/silent` leave their bands, and it is time for harder prompts."
+        ),
+        "",
     ]
     lines += ["| gauge | what | unit | healthy |", "|---|---|---|---|"]
     lines += [

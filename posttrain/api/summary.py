@@ -235,8 +235,6 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
         *agreement_lines(of),
         *(part for x in loss_lines(of) for part in textwrap.wrap(x, WIDTH, subsequent_indent="  ")),
         *proxy_lines(of),
-        *role_lines(of),
-        *memory_lines(of),
         *unjudged(of),
     ):
         console.print(line)
@@ -249,7 +247,7 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
             console.print(line)
     console.print()
     said = learned(of)
-    for line in (*finding_lines(of), *answer_lines(of, said)):
+    for line in (*finding_lines(of), *answer_lines(of, said), "", *role_lines(of), *memory_lines(of)):
         console.print(line)
     console.print(f"run folder: {of.folder}")
     console.print("next:")

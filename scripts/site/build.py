@@ -34,10 +34,11 @@ def stage(root: Path, into: Path) -> Stage:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
-    write_reference(found, write)
+    names = write_reference(found, write)
     for path in found.pages:
         write(place(path), found.page(path))
     contents(found, into)
+    _add(into / "reference.md", names)
     written: set[str] = set()
     while left := found.sources - written:
         for file in sorted(left):
@@ -59,7 +60,6 @@ def contents(found: Stage, into: Path) -> None:
         if pages:
             lines += tree(pages, title)
     _add(into / "index.md", lines)
-    _add(into / "reference.md", ["", "[Every public name](reference/index.md)", *tree(["reference/index"])])
     for folder in ("examples", "tour"):
         below = [
             place(p) for p in found.pages if p.startswith(f"{folder}/") and PurePosixPath(p).parts[1:] != ("README.md",)

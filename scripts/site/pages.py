@@ -29,7 +29,7 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".json": "json", ".j
 
 ELSEWHERE = {"docs/search.md": "search-at-inference"}
 """Pages whose own name is that of a page which the generator makes, and where they lie instead."""
-MADE = ("search", "genindex", "py-modindex", "reference/index")
+MADE = ("search", "genindex", "py-modindex")
 """Pages that the generator makes."""
 
 

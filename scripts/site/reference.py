@@ -46,9 +46,10 @@ ORPHAN = "---\norphan: true\n---\n\n"
 """Above pages that the navigation leaves out: their index lists them, and a navigation of hundreds helps nobody."""
 
 
-def write_reference(stage: Stage, write: Written) -> None:
-    """Writes a page for each public module and each room, and their index."""
-    package, index = load(stage.root), [INTRODUCTION]
+def write_reference(stage: Stage, write: Written) -> list[str]:
+    """Writes a page for each public module and each room. Returns the lines of their index, which `reference.md` ends
+    with."""
+    package, index = load(stage.root), [""]
     for group, modules in public(stage.root):
         index += [f"## {group}", "", "| name | what it is |", "|---|---|"]
         for module, names in modules:
@@ -57,37 +58,26 @@ def write_reference(stage: Stage, write: Written) -> None:
             write(here, ORPHAN + for_whom(page, MODULE.format(module=module)))
             for name in names:
                 what = summary(_member(package, module, name))
-                index.append(f"| [`{name}`]({module}.md#{name.lower()}) | {_cell(what)} |")
+                index.append(f"| [`{name}`]({here}.md#{name.lower()}) | {_cell(what)} |")
         index.append("")
-    index += ["## Rooms", "", "What every module is for, room by room ([architecture](../architecture.md)).", ""]
+    index += ["## Rooms", "", "What every module is for, room by room ([architecture](architecture.md)).", ""]
     for room in sorted(
         m for m in package.modules if not package.modules[m].is_alias and package.modules[m].is_init_module
     ):
         here = f"reference/room-{room}"
         page = stage.text(room_page(package, room), f"posttrain/{room}/__init__.py", here)
         write(here, ORPHAN + for_whom(page, ROOM.format(room=room)))
-        index.append(f"- [`posttrain/{room}`](room-{room}.md): {summary(package[room])}")
-    write("reference/index", "\n".join(index) + "\n")
-
-
-INTRODUCTION = """# Reference
-
-For people who write programs with posttrain, or put a part of their own into it. After this page you know what may be
-imported, and what each name is.
-
-Everything below is made from the docstrings, and the list is the public surface: its names, fields and parameters are
-frozen by a test, and a change of them is said in the change. Settings of a run, by recipe: `posttrain run RECIPE
---help`.
-"""
+        index.append(f"- [`posttrain/{room}`]({here}.md): {summary(package[room])}")
+    return index
 
 
 MODULE = (
     "For people who write programs with posttrain. After this page you can use what `{module}` offers;"
-    " [all public names](index.md)."
+    " [all public names](../reference.md)."
 )
 ROOM = (
     "For people who read or change the code. After this page you know what each module of `posttrain/{room}` is for;"
-    " [all rooms](index.md#rooms)."
+    " [all rooms](../reference.md#rooms)."
 )
 
 

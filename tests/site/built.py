@@ -144,7 +144,7 @@ def test_every_page_says_whom_it_is_for(site: Path) -> None:
 
 def test_the_reference_says_what_each_name_is(site: Path) -> None:
     """In a whole sentence, or its first clause: no cell is empty or cut at a full stop inside of brackets."""
-    text = (site / "reference/index.html").read_text(encoding="utf-8")
+    text = (site / "reference.html").read_text(encoding="utf-8")
     rows = [re.findall(r"<td>(.*?)</td>", row, re.S) for row in re.findall(r"<tr.*?</tr>", text, re.S)]
     said = {re.sub(r"<[^>]*>", "", r[0]): unescape(re.sub(r"<[^>]*>", "", r[1])).strip() for r in rows if len(r) == 2}
     assert len(said) > 200
@@ -335,6 +335,11 @@ def test_two_clicks(window: Window, first: str, second: str, title: str, anchor:
         ("GRPOConfig", "coming-from-trl.html"),
         ("TokenL2", "reference/posttrain.core.pieces"),
         ("beams", "search-at-inference.html"),
+        ("LLM judge", "judges.html"),
+        ("multi-turn", "tools.html"),
+        ("quickstart", "readme.html"),
+        ("config file", "recipes.html"),
+        ("Weights & Biases", "trackers.html"),
     ],
 )
 def test_search_finds_words_without_a_network(window: Window, words: str, page: str) -> None:
