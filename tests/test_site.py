@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.ladder import LADDER
+from scripts.site.drawings import DRAWINGS, QUESTIONS
 from scripts.site.examples import FIRST, LAST, TITLE, cut
 from scripts.site.pages import SiteError, Stage, outline, place, read_pages, relative, slug
-from scripts.site.drawings import DRAWINGS, QUESTIONS
 from scripts.site.pictures import FIGURES, PICTURES, Picture
 
 ROOT = Path(__file__).parents[1]
@@ -130,7 +130,9 @@ def test_a_picture_is_of_its_command_and_asks_nobody(picture: Picture) -> None:
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_a_drawing_is_what_its_script_draws(name: str) -> None:
     text = DRAWINGS[name]().svg()
-    assert text == (ROOT / f"docs/pictures/{name}.svg").read_text(encoding="utf-8"), "run python -m scripts.site.drawings"
+    assert text == (ROOT / f"docs/pictures/{name}.svg").read_text(encoding="utf-8"), (
+        "run python -m scripts.site.drawings"
+    )
     assert xml.fromstring(text).find("{http://www.w3.org/2000/svg}title") is not None
 
 
