@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -184,18 +184,12 @@ class Extension:
         return tuple(f"changed: {c.line}" for c in self.changes)
 
 
-def extension(
-    book: Book, checkpoint: Checkpoint | None, new: Run, inputs: Mapping[str, Mapping[str, str]] | None = None
-) -> Extension:
-    """What going on from a checkpoint with new settings, or with changed `inputs`, means.
+def extension(book: Book, checkpoint: Checkpoint | None, new: Run) -> Extension:
+    """What going on from a checkpoint with new settings means.
 
     Raises:
         ConfigError: a change is not allowed, or comes too late: the stage ended before, or has taken more steps.
     """
-    return replace(_extension(book, checkpoint, new), inputs=inputs or {})
-
-
-def _extension(book: Book, checkpoint: Checkpoint | None, new: Run) -> Extension:
     made = check_changes(book.folder, book.run, new)
     if checkpoint is None:
         return Extension(new, made, None, None, 0)

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from posttrain.api.branch import MODEL, TOKENIZER, run_source
-from posttrain.api.lineage import BEGAN, code_digests, tasks_digest
+from posttrain.api.lineage import BEGAN, tasks_digest
 from posttrain.core import files
-from posttrain.core.abilities import declared
 from posttrain.core.asks import Kind, asks, values
 from posttrain.core.certificate import FREE, LINEAGE, READ
 from posttrain.core.checkpoint import find
@@ -34,8 +33,8 @@ from posttrain.engine.saved_adapter import saved_adapter
 INPUTS = "inputs"
 """The entry of run.json about what the run began with, and of its history where a change was accepted."""
 DATA = (*READ, ".arrow", ".parquet", ".jsonl", ".csv")
-REVISION = "revision"
-"""Of a hub id, in place of a digest: this word and its revision, where it is in the cache."""
+REVISION = "revision "
+"""Of a hub id that is in the cache, in place of a digest: this word and its revision."""
 Digests = dict[str, dict[str, str]]
 """By the setting: the digest of each file by its name."""
 
@@ -46,10 +45,10 @@ def input_digests(run: Run) -> Digests:
     return {a.path: found for a in read if (found := {k: d for n in a.reads for k, d in _files(n, a.kind)})}
 
 
-def task_digests(run: Run, environments: Mapping[str, Environment], info: bool = True) -> Digests:
+def task_digests(run: Run, environments: Mapping[str, Environment]) -> Digests:
     """Digest of the tasks of every stage. `environments`: by the names of the stages."""
     label = {s.name: run.env_of(s).prompts or run.env_of(s).name for s in run.stages}
-    return {f"tasks of {name}": {label[name]: tasks_digest(e, info)} for name, e in environments.items()}
+    return {f"tasks of {name}": {label[name]: tasks_digest(e, info=True)} for name, e in environments.items()}
 
 
 def _files(name: str, kind: Kind) -> Iterator[tuple[str, str]]:
@@ -73,8 +72,8 @@ def _files(name: str, kind: Kind) -> Iterator[tuple[str, str]]:
     elif kind is Kind.OUTSIDE and HUB_ID.fullmatch(name):
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(name, "config.json")
-        yield name, f"{REVISION} {Path(cached).parent.name}" if isinstance(cached, str) else REVISION
+        if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+            yield name, REVISION + Path(cached).parent.name
 
 
 def _counts(path: Path) -> bool:
@@ -128,28 +127,15 @@ def refuse_gone(folder: Path) -> None:
 def changed_files(folder: Path, run: Run) -> list[ChangedInput]:
     """The files of a run folder's settings that changed, of those settings that are the same in `run`."""
     found = run_file(folder)
-    then = _began(found.facts)
-    if INPUTS not in _object(found.facts.get(BEGAN)):
-        codes = {s.name: code_digests(found.run.env_of(s)) for s in found.run.stages}
-        began = _object(_object(found.facts.get(BEGAN)).get("code"))
-        then = {f"rewards of {s}": _texts(began.get(s)) for s in codes} | then
-        return _differ(then, {f"rewards of {s}": code for s, code in codes.items()})
     stored, now = values(found.run), values(run)
-    same = [p for p in then if p in stored and stored[p] == now.get(p)]
-    none: Digests = {p: {} for p in same}
-    return _differ({p: then[p] for p in same}, none | input_digests(found.run)) if same else []
+    then = {p: d for p, d in _began(found.facts).items() if p in stored and stored[p] == now.get(p)}
+    none: Digests = {p: {} for p in then}
+    return _differ(then, none | input_digests(found.run)) if then else []
 
 
 def changed_tasks(folder: Path, run: Run, environments: Mapping[str, Environment]) -> list[ChangedInput]:
     """The stages whose environments give other tasks than the run of a folder began with."""
-    facts = run_file(folder).facts
-    then = _began(facts)
-    if INPUTS in _object(facts.get(BEGAN)):
-        return _differ(then, task_digests(run, environments))
-    kept = {name: e for name, e in environments.items() if declared(e).rows is not None}  # what code makes may vary
-    now, data = task_digests(run, kept, info=False), _object(_object(facts.get(BEGAN)).get("data"))
-    began = {f"tasks of {s}": dict.fromkeys(now[f"tasks of {s}"], str(data[s])) for s in kept if s in data}
-    return _differ(began | then, now)
+    return _differ(_began(run_file(folder).facts), task_digests(run, environments))
 
 
 def _began(facts: Mapping[str, Any]) -> Digests:
@@ -165,17 +151,14 @@ def _differ(then: Digests, now: Digests) -> list[ChangedInput]:
     for path in [p for p in then if p in now]:
         before, after = then[path], now[path]
         for name in [n for n in {**before, **after} if not _same(before.get(n), after.get(n))][:1]:
-            how = (
-                "is gone" if after.get(name, REVISION) == REVISION else "was changed" if name in before else "was added"
-            )
+            how = "is gone" if name not in after else "was changed" if name in before else "was added"
             out.append(ChangedInput(path, f"{name} {how}", after))
     return out
 
 
 def _same(before: str | None, after: str | None) -> bool:
-    """Whether two digests are equal, or two revisions of which one is not known."""
-    unknown = REVISION in (before, after) and all(x is not None and x.startswith(REVISION) for x in (before, after))
-    return before == after or unknown
+    """Whether two digests are equal, or one of two revisions is not known."""
+    return before == after or (None in (before, after) and (before or after or "").startswith(REVISION))
 
 
 def _object(data: Any) -> dict[str, Any]:
@@ -208,6 +191,6 @@ def input_notes(folder: Path, taken: Digests) -> Iterator[str]:
         yield f"note: {path}: {', '.join(now) or 'it'} is not as it was when the run was begun (accepted)"
     if INPUTS not in _object(run_file(folder).facts.get(BEGAN)):
         yield (
-            "note: an older version began this run, and its folder has no digests of all files that it reads: it cannot"
+            "note: an older version began this run, and its folder has no digests of the files that it reads: it cannot"
             " be told whether they changed since"
         )

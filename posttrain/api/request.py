@@ -213,7 +213,7 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
     taken = accepted(folder, changed_files(folder, run), options.accept_changed)
     book, checkpoint = Book.open_for_resume(Path(options.resume))
     try:
-        longer = extension(book, checkpoint, run, taken) if overrides or taken else None
+        longer = replace(extension(book, checkpoint, run), inputs=taken) if overrides or taken else None
     except BaseException:
         book.close()
         raise

@@ -25,6 +25,7 @@ from posttrain.role.probe import READ
 from posttrain.role.reward_judge import JudgeMember, RewardModelJudge
 from posttrain.role.roles import ReinforceRoles
 from posttrain.role.weights import REWARD_HEAD, WEIGHTS
+from posttrain.verifier.spoken import whole
 
 APART = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 """Largest difference of two scores of one episode, relative to the scores of its group and at least to 1, by the dtype
@@ -64,10 +65,10 @@ def _anew(render: Renderer, episode: Episode) -> tuple[Sequence[int] | np.ndarra
     if isinstance(task.prompt, str) or any(
         s in str(m.get("content")) for m in task.prompt for s in tokenizer.all_special_tokens
     ):  # names of special tokens are written as text
-        return render.pair(task.prompt, episode.text, task.id, task.tools)
+        return render.pair(task.prompt, whole(episode.text), task.id, task.tools)
     text = templates.apply(tokenizer, render.template.readable(task.prompt), generate=True, tools=task.tools)
     seen = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return seen, render.completion_ids(episode.text, chat=True, behind=seen)
+    return seen, render.completion_ids(whole(episode.text), chat=True, behind=seen)
 
 
 def scored_again(judge: RewardModelJudge, episode: Episode) -> float | None:

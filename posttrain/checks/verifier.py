@@ -72,7 +72,7 @@ class VerifierCheck(Observer):
                 " They are no wrong answers, so they were left out, and more than"
                 f" {roles.stage.name}.max_failed={roles.stage.max_failed:g} of a step is too many to go on. Mend"
                 f" {', '.join(r.function for r in roles.run.env_of(roles.stage).rewards) or 'the environment'}, then"
-                f" resume: {command_line('run', '--resume', roles.book.folder)}"
+                f" resume: {command_line('run', '--resume', roles.book.folder, '--accept-changed')}"
             )
 
     def _unjudged(self, e: Experience) -> tuple[str, ...]:

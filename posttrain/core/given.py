@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,11 +129,6 @@ class ObjectNote:
             "closes_over": list(self.closes_over),
             **({"file": self.file, "files": dict(self.files)} if self.kind == "piece" else {}),
         }
-
-
-def rows_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as JSONL. The same rows give the same text."""
-    return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
 def rows_digest(text: str) -> str:

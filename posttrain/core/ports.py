@@ -219,6 +219,8 @@ class Utterance:
     text: str
     stop: Stop
     tokens: int
+    opened: str = ""
+    """The tag of a thought that the prompt opened: what the policy says goes on behind it."""
 
 
 def _no_tokens(characters: int) -> int:

@@ -19,6 +19,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -206,14 +207,14 @@ def find() -> Kernels | str:
         text = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
         key = "\n".join([*text, *compiler, told.stdout, *FLAGS, _processor()])
         name, cache = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so", own_cache()
-        if cache is not None and not isinstance(found := _kept(cache / name), str):
+        if cache is not None and (found := _kept(cache / name)):
             return found
         with tempfile.TemporaryDirectory(prefix="posttrain-") as temporary:
             fresh = Path(temporary) / name
             if wrong := _compile(compiler, fresh):
                 return wrong
-            found = "" if cache is None else _keep(fresh, cache / name)
-            return _loaded(fresh) if isinstance(found, str) else found
+            found = None if cache is None else _keep(fresh, cache / name)
+            return found or _loaded(fresh)
     except OSError as error:
         return f"the kernels cannot be compiled: {error}"
 
@@ -231,31 +232,24 @@ def own_cache() -> Path | None:
         return None
 
 
-def _kept(library: Path) -> Kernels | str:
-    """The kernels of a library in the cache; the reason where it is not as it was written, or not by this user."""
-    digest = library.with_suffix(".sha256")
-    try:
-        if not all(foreign.private(path, stat.S_ISREG) for path in (library, digest)):
-            return f"{library} could have been written by others"
-        if _digest(library.read_bytes()) != digest.read_bytes():
-            return f"{library} is damaged"
-    except OSError as error:
-        return str(error)
-    return _loaded(library)
+def _kept(library: Path) -> Kernels | None:
+    """The kernels of a library in the cache; None where it is not as it was written, or not by this user."""
+    digest, found = library.with_suffix(".sha256"), ""
+    with suppress(OSError):
+        own = all(foreign.private(path, stat.S_ISREG) for path in (library, digest))
+        found = _loaded(library) if own and _digest(library.read_bytes()) == digest.read_bytes() else ""
+    return None if isinstance(found, str) else found
 
 
-def _keep(fresh: Path, library: Path) -> Kernels | str:
-    """Put a library into the cache, with its digest, for the processes that come; the reason where that fails."""
-    try:
-        with tempfile.TemporaryDirectory(dir=library.parent) as own:  # other processes may do the same
-            data = fresh.read_bytes()
-            for path, content in ((library, data), (library.with_suffix(".sha256"), _digest(data))):
-                part = Path(own) / path.name
-                part.write_bytes(content)
-                part.chmod(0o600)
-                part.replace(path)
-    except OSError as error:
-        return str(error)
+def _keep(fresh: Path, library: Path) -> Kernels | None:
+    """Put a library into the cache, with its digest, for the processes that come; None where that fails."""
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=library.parent) as own:  # other processes may do the same
+        data = fresh.read_bytes()
+        for path, content in ((library, data), (library.with_suffix(".sha256"), _digest(data))):
+            part = Path(own) / path.name
+            part.write_bytes(content)
+            part.chmod(0o600)
+            part.replace(path)
     return _kept(library)
 
 

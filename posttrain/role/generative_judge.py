@@ -28,6 +28,7 @@ from posttrain.environment.render import Renderer
 from posttrain.role.concurrency import together
 from posttrain.role.probe import READ
 from posttrain.role.reward_judge import JudgeMember
+from posttrain.verifier.spoken import whole
 
 DRAWS = 3
 """How often a judgement is drawn until it has a verdict."""
@@ -128,7 +129,7 @@ class GenerativeJudge:
         task = first.task
         question = task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
         siblings = [episodes[i].sibling for i in sides]
-        prompt = self.judging.prompt(question, [episodes[i].text for i in sides])
+        prompt = self.judging.prompt(question, [whole(episodes[i].text) for i in sides])
         try:
             return await self.vote(prompt, sides, task.id, first.visit, *siblings, order, vote)
         except DataError as error:

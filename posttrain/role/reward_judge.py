@@ -17,6 +17,7 @@ from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Segment
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.probe import READ
+from posttrain.verifier.spoken import whole
 
 Combine = Literal["mean", "worst"]
 
@@ -68,7 +69,7 @@ class JudgeMember:
                     " known as tokens alone. Use a reward model with the policy's tokenizer and template"
                 )
             task = episode.task
-            seen, spoken = self.renderer.pair(task.prompt, episode.text, task.id, task.tools)
+            seen, spoken = self.renderer.pair(task.prompt, whole(episode.text), task.id, task.tools)
             ids, mask = np.concatenate([seen, spoken]), np.arange(len(seen) + len(spoken)) >= len(seen)
         if len(ids) > self.context:
             raise DataError(f"the episode has {len(ids)} tokens, and the reward model's context is {self.context}")

@@ -24,6 +24,7 @@ from posttrain.core.stop import EpisodeLimits
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Message, Said, Segment, Stop
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.renderings import TAIL, opening
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class SeatTalk:
         allowed, limit = self._room(most)
         if allowed < 1:
             return Utterance("", limit, 0)
+        opened = opening(self._dialogue.text(self._transcript.ids[-TAIL:]))
         said = await self._generate(allowed)
         self._transcript.say(said)
         self.lengths.append(len(said.ids))
@@ -94,9 +96,8 @@ class SeatTalk:
         self._last = said.ids
         self.turns.append(text)
         self._said(text, len(said.ids))
-        return Utterance(
-            text, limit if said.stop is Stop.LENGTH and len(said.ids) == allowed else said.stop, len(said.ids)
-        )
+        stop = limit if said.stop is Stop.LENGTH and len(said.ids) == allowed else said.stop
+        return Utterance(text, stop, len(said.ids), opened)
 
     async def _generate(self, allowed: int) -> Said:
         """Sample the next turn. Its tokens are reserved meanwhile, so that seats that speak at once stay within the
@@ -270,11 +271,12 @@ class DemonstrationTalk:
         ids = self._renderer.completion_ids(
             self._turns[len(self.turns)], chat=self._chat, task=self._task, behind=self.transcript.ids
         )
+        opened = opening(self._dialogue.text(self.transcript.ids[-TAIL:]))
         self.transcript.show(ids)
         self.turns.append(self._dialogue.said(ids))
         self._before, self._last = self.spoken, ids
         self.spoken += len(ids)
-        return Utterance(self.turns[-1], Stop.SAID, len(ids))
+        return Utterance(self.turns[-1], Stop.SAID, len(ids), opened)
 
     def seat(self, name: str) -> Seat:
         raise DataError(

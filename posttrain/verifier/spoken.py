@@ -42,6 +42,17 @@ def thoughts(text: str) -> tuple[str, str]:
     return "".join(pieces[0]), "".join(pieces[1])
 
 
+def whole(text: str) -> str:
+    """The text with the tag that opens its first thought, which the prompt may have written.
+
+    >>> whole("3?</think>4"), whole("4")
+    ('<think>\\n3?</think>4', '4')
+    """
+    first = next(tags(text), None)
+    begin = next((b for b, e in THOUGHTS if first is not None and e == first[0]), "")
+    return f"{begin}\n{text.lstrip()}" if begin else text
+
+
 def spoken(text: str) -> str:
     """The text outside thoughts."""
     return thoughts(text)[1]

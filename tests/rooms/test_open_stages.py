@@ -367,7 +367,7 @@ def test_who_has_to_be_mended_is_the_stages_own(tmp_path: Path) -> None:
     broken.write_text("def broken(task, text):\n    raise RuntimeError('down')\n")
     run = only_rl(tiny_run(eval=False))
     own = replace(run.env, rewards=(Reward(function=f"{broken}:broken"),))
-    with pytest.raises(RewardError, match=f"Mend {broken}:broken, then resume"):
+    with pytest.raises(RewardError, match=f"Mend {broken}:broken, then resume: .* --accept-changed"):
         posttrain.run(replace(run, stages=(replace(run.stages[0], env=own),)), out=tmp_path / "run", quiet=True)
 
 

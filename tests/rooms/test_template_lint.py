@@ -4,9 +4,11 @@ opens."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from template_parts import FAMILIES, renderer
 
@@ -18,8 +20,9 @@ from posttrain.core.ports import Attempt
 from posttrain.core.request import RolloutRequest
 from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
+from posttrain.core.stop import EpisodeLimits
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Message, Stop, Task
+from posttrain.core.types import Episode, Message, Said, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.stops import turn_end
@@ -29,8 +32,12 @@ from posttrain.environment.check import Mark
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.environment.rows import PromptRow
 from posttrain.environment.template_lint import template_findings
+from posttrain.environment.tools.loop import Loop
+from posttrain.environment.tools.tool import Toolbox, tool
 from posttrain.role.judging import attempt_of
+from posttrain.role.reward_judge import JudgeMember
 from posttrain.role.rollout import Rollout
+from posttrain.role.talk import Conversation, Player
 from posttrain.verifier.formats import answer_format, think_format
 
 # --- a template that does not write what it is given ------------------------------------------------------------------
@@ -280,6 +287,49 @@ async def test_a_rollout_is_judged_with_the_thought_that_its_prompt_opened(templ
     assert {a.text for a in env.read} == {opened + e.text for e in group.episodes}
     judge = RejudgedAnswers(text=r.text)
     assert await judge.after(env, [group]) == () and env.read[-1].text.startswith(opened)  # type: ignore[arg-type]
+
+
+class Looks(Toolbox):
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    @tool
+    def look(self, word: str) -> str:
+        """Look a word up."""
+        self.words.append(word)
+        return word
+
+
+@dataclass
+class Says:
+    """A sampler that says one text."""
+
+    ids: list[int]
+    context: int = 512
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        said = np.array(self.ids, np.int32)
+        return Said(said, np.zeros(len(said), np.float32), np.zeros(len(said), np.int32), Stop.SAID)
+
+
+@pytest.mark.parametrize(("begin", "run"), [("", []), ("perhaps</think>", ["W"])])
+async def test_a_call_in_a_thought_that_the_prompt_opened_is_not_run(begin: str, run: list[str]) -> None:
+    """Before the thought is closed it is what the policy considers."""
+    r, box = render_with(OPENS), Looks()
+    sampler: Any = Says([*r.encode(f'{begin}[look(word="W")]'), *r.stop_ids])
+    player = Player(sampler, lambda task: RenderedDialogue(r, task), Sampling(max_tokens=400, stop_ids=r.stop_ids))
+    talk = Conversation(player, "t", EpisodeLimits(), lambda *turn: 0)
+    await Loop(EpisodeLimits(), 1).converse(talk, [Message(role="user", content="hi")], box)
+    assert box.words == run
+
+
+@pytest.mark.parametrize(("said", "read"), [("3?</think>4", "<think>\n3?</think>4"), ("4", "4")])
+def test_a_reward_model_of_another_tokenizer_reads_the_whole_thought(said: str, read: str) -> None:
+    r = render_with(chatml())
+    member = JudgeMember("m", cast("Any", None), 512, cast("Any", r))
+    task = Task(id="t", prompt=(Message(role="user", content="2 + 2"),))
+    one = Episode(task, 0, 0, (), Stop.SAID, (), said)
+    assert r.text(member.segment(one).ids).partition("<|im_start|>assistant\n")[2].startswith(read)
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class PolicyClient:
 
     def _response(self, said: Utterance, tools: set[str]) -> Any:
         types: Any = importlib.import_module("verifiers.types")
-        parts = parse(said.text, self._talk.format or "hermes") if tools else Parsed("", said.text, ())
+        parts = parse(said.opened + said.text, self._talk.format or "hermes") if tools else Parsed("", said.text, ())
         calls = [self._call(i, c, tools, types) for i, c in enumerate(parts.calls)] if said.stop.finished else []
         message: dict[str, Any] = {
             "content": parts.content,

@@ -47,7 +47,7 @@ class Loop:
         try:
             for left in reversed(range(self.turns)):
                 said = await talk.say()
-                calls = parse(said.text, format).calls if said.stop.finished else ()
+                calls = parse(said.opened + said.text, format).calls if said.stop.finished else ()
                 if not calls:
                     return said.stop
                 results: list[Observation] = []
