@@ -340,7 +340,7 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ("compare", "unmeasured", "has not been measured on held-out tasks"),
     ("compare|show.*|ladder --on", "no_episodes", "record_episodes=true"),
     ("eval.*|export|export --checkpoint best|compare", "unjudged", "env.rewards, which judge"),
-    ("eval search.*", "unjudged", "Give env.rewards"),
+    ("eval search.*", "unjudged", "and nothing judges it"),
     ("show --eval|show --compare", "prm_alone|unmeasured|reward_model|.*_reward", "has n"),
     ("show --compare", ".*", "only answers to the same prompts are compared"),
     ("ladder --on", f"{NO_POLICY}|prm_alone|sft|unmeasured|dpo|simpo|reject|unjudged", "has no reinforcement stage"),

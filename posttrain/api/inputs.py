@@ -24,6 +24,7 @@ from posttrain.core.asks import Kind, asks, values
 from posttrain.core.certificate import FREE, LINEAGE, READ
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, RunFolderError
+from posttrain.core.given import object_of
 from posttrain.core.ports import Environment
 from posttrain.core.reader import run_file
 from posttrain.core.run import Run
@@ -141,9 +142,9 @@ def changed_tasks(folder: Path, run: Run, environments: Mapping[str, Environment
 def _began(facts: Mapping[str, Any]) -> Digests:
     """What the run began with, or what was accepted since."""
     history: Any = facts.get("history")
-    later = [_object(x).get(INPUTS) for x in cast("list[Any]", history)] if isinstance(history, list) else []
-    every = (_object(facts.get(BEGAN)).get(INPUTS), *later)
-    return {k: _texts(v) for entry in every for k, v in _object(entry).items()}
+    later = [object_of(x).get(INPUTS) for x in cast("list[Any]", history)] if isinstance(history, list) else []
+    every = (object_of(facts.get(BEGAN)).get(INPUTS), *later)
+    return {k: _texts(v) for entry in every for k, v in object_of(entry).items()}
 
 
 def _differ(then: Digests, now: Digests) -> list[ChangedInput]:
@@ -161,12 +162,8 @@ def _same(before: str | None, after: str | None) -> bool:
     return before == after or (None in (before, after) and (before or after or "").startswith(REVISION))
 
 
-def _object(data: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", data) if isinstance(data, dict) else {}
-
-
 def _texts(data: Any) -> dict[str, str]:
-    return {str(k): str(v) for k, v in _object(data).items()}
+    return {str(k): str(v) for k, v in object_of(data).items()}
 
 
 def accepted(folder: Path, changed: list[ChangedInput], accept: bool) -> Digests:
@@ -189,7 +186,7 @@ def input_notes(folder: Path, taken: Digests) -> Iterator[str]:
     """Lines about accepted changes, and about a folder that has no digests of its inputs."""
     for path, now in taken.items():
         yield f"note: {path}: {', '.join(now) or 'it'} is not as it was when the run was begun (accepted)"
-    if INPUTS not in _object(run_file(folder).facts.get(BEGAN)):
+    if INPUTS not in object_of(run_file(folder).facts.get(BEGAN)):
         yield (
             "note: an older version began this run, and its folder has no digests of the files that it reads: it cannot"
             " be told whether they changed since"

@@ -17,7 +17,7 @@ from posttrain.core.certificate import LINEAGE
 from posttrain.core.checkpoint import Checkpoint, find, scan
 from posttrain.core.env import Env
 from posttrain.core.errors import PosttrainError, RunFolderError
-from posttrain.core.given import file_digest
+from posttrain.core.given import file_digest, object_of
 from posttrain.core.lineage import SCHEMA, LineageLink, chain, check_links, lineage_data, links_from, read_lineage
 from posttrain.core.ports import Environment
 from posttrain.core.reader import RunFile, is_run, run_file, steps
@@ -151,7 +151,7 @@ def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[Line
         RunFolderError: run.json or lineage.json were changed, a parent is not what it was, or links do not fit.
     """
     found = run_file(folder)
-    facts = _object(found.facts.get(BEGAN))
+    facts = object_of(found.facts.get(BEGAN))
     if BEGAN in found.edited:
         raise RunFolderError(
             f"{folder}/run.json: its entry {BEGAN} was changed after it was written, so it is not known what this run"
@@ -177,10 +177,6 @@ def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[Line
     return (*links, own)
 
 
-def _object(data: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", data) if isinstance(data, dict) else {}
-
-
 def _about(folder: Path, found: RunFile, facts: Mapping[str, Any], checkpoint: Checkpoint | None) -> dict[str, Any]:
     run, record = found.run, steps(folder)
     last, step = (run.stages[-1], None) if checkpoint is None else stage_of(run, checkpoint)
@@ -189,8 +185,8 @@ def _about(folder: Path, found: RunFile, facts: Mapping[str, Any], checkpoint: C
         taken[last.name] = min(taken[last.name], step)
     rows = [_stage(run, s, taken[s.name], facts) for s in stages_to(run, last)]
     history: Any = found.facts.get("history")
-    changes = [_object(x) for x in cast("list[Any]", history)] if isinstance(history, list) else []
-    versions = _object(found.facts.get("versions"))
+    changes = [object_of(x) for x in cast("list[Any]", history)] if isinstance(history, list) else []
+    versions = object_of(found.facts.get("versions"))
     about: dict[str, Any] = {
         "recipe": run.recipe,
         "posttrain": str(versions.get("posttrain") or ""),
@@ -214,8 +210,8 @@ def _stage(run: Run, stage: Stage, taken: int, facts: Mapping[str, Any]) -> dict
         "algorithm": stage.algorithm_name,
         "environment": local_names(env.name),
         "environment_digest": settings,
-        "data_digest": str(_object(facts.get("data")).get(stage.name) or ""),
-        "code": _object(_object(facts.get("code")).get(stage.name)),
+        "data_digest": str(object_of(facts.get("data")).get(stage.name) or ""),
+        "code": object_of(object_of(facts.get("code")).get(stage.name)),
     }
 
 
@@ -237,7 +233,7 @@ def _parent_is_there(folder: Path, found: RunFile) -> None:
 
     Only for a run that this user made here, because the other folder is outside this one.
     """
-    origin = _object(found.facts.get("branched_from"))
+    origin = object_of(found.facts.get("branched_from"))
     if not origin or provenance.recall(found.identity) is None or not is_run(str(origin.get("run"))):
         return
     where = Path(str(origin["run"]))
@@ -263,7 +259,7 @@ def _parent_is_there(folder: Path, found: RunFile) -> None:
 def sessions(folder: Path) -> list[dict[str, Any]]:
     """Where the run was begun and gone on with: the checkpoint each time, and the version of posttrain."""
     rows: Any = (lineage_data(folder, RunFolderError) or {}).get("sessions")
-    return [_object(x) for x in cast("list[Any]", rows)][:MOST_SESSIONS] if isinstance(rows, list) else []
+    return [object_of(x) for x in cast("list[Any]", rows)][:MOST_SESSIONS] if isinstance(rows, list) else []
 
 
 def write_lineage(folder: Path, begun_from: str | None = None) -> None:

@@ -13,7 +13,7 @@ from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.inputs import changed_files
 from posttrain.api.policy_only import refuse_reward_model
 from posttrain.core.book import Book
-from posttrain.core.checkpoint import damage_beside, find
+from posttrain.core.checkpoint import find, refuse_damage_beside
 from posttrain.core.errors import ConfigError, DataError, RunFolderError, UntrustedError
 from posttrain.core.reader import folder_of, is_run, run_file
 from posttrain.core.run import Env, Model, Reinforce, Run
@@ -194,8 +194,7 @@ def built_policy(folder: Path, run: Run) -> Policy:
     """
     from posttrain.engine.models import load_policy
 
-    if wrong := damage_beside(folder):
-        raise RunFolderError(f"{wrong}. Copy the whole folder again")
+    refuse_damage_beside(folder)
     if (branched := begun_with(folder, run)) is not None:
         return branched
     if run.model.path is not None:

@@ -26,7 +26,7 @@ from typing import Any
 
 from posttrain.core import files, reader, record
 from posttrain.core.algorithm import differences
-from posttrain.core.checkpoint import Checkpoint, Checkpoints, Position, damage_beside, newest_good
+from posttrain.core.checkpoint import Checkpoint, Checkpoints, Position, newest_good, refuse_damage_beside
 from posttrain.core.errors import InvariantError, RunFolderError, nearest
 from posttrain.core.gauge import Gauges, Step, merge
 from posttrain.core.heldout import HeldoutLoss
@@ -169,8 +169,7 @@ class Book:
             raise RunFolderError(f"{self.folder} has no checkpoint {name!r}; {nearest(name, names)}")
         if wrong := files.damage(found[i].folder):
             raise RunFolderError(self._way_out(found[i].name, wrong, found[:i]))
-        if wrong := damage_beside(self.folder):
-            raise RunFolderError(f"{wrong}. Copy the whole folder again")
+        refuse_damage_beside(self.folder)
         return found[i]
 
     def _way_out(self, name: str, wrong: str, older: Sequence[Checkpoint]) -> str:

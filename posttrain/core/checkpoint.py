@@ -146,18 +146,18 @@ def _read(path: Path) -> Checkpoint:
             )
 
 
-def damage_beside(folder: Path) -> str:
-    """The first file of the model's configuration or of the tokenizer in a run folder that is not as it was written, or
-    that was added, and how; '' where all are. A folder without digests is not compared."""
+def refuse_damage_beside(folder: Path) -> None:
+    """RunFolderError that names a file of the model's configuration or of the tokenizer in a run folder which is not as
+    it was written, or was added. A folder without digests is not compared."""
     for path in (folder / name for name in BESIDE):
         if not (path / files.DIGESTS).is_file():
             continue
-        if wrong := files.damage(path):
-            return wrong
-        known = {files.DIGESTS, *files.read_json(path / files.DIGESTS)}
-        if added := sorted(p.name for p in path.iterdir() if p.suffix in READ and p.name not in known):
-            return f"{path / added[0]} was added after the folder was written"
-    return ""
+        if not (wrong := files.damage(path)):
+            known = {files.DIGESTS, *files.read_json(path / files.DIGESTS)}
+            added = sorted(p for p in path.iterdir() if p.suffix in READ and p.name not in known)
+            wrong = f"{added[0]} was added after the folder was written" if added else ""
+        if wrong:
+            raise RunFolderError(f"{wrong}. Copy the whole folder again")
 
 
 def newest_good(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
@@ -174,8 +174,7 @@ def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 def find(folder: Path, which: str = "last") -> Checkpoint:
     """The checkpoint `last`, `best` or of a name, verified with what lies beside it. RunFolderError names what is
     damaged, and the newest checkpoint that is not."""
-    if wrong := damage_beside(folder):
-        raise RunFolderError(f"{wrong}. Copy the whole folder again")
+    refuse_damage_beside(folder)
     found, damaged = survey(folder)
     if not found and not damaged:
         raise RunFolderError(f"{folder} has no checkpoint yet")

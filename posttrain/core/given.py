@@ -82,16 +82,16 @@ def own_pieces(facts: Mapping[str, Any]) -> tuple[OwnPiece, ...]:
     rows: Any = facts.get(OBJECTS)
     out: list[OwnPiece] = []
     for row in cast("list[Any]", rows) if isinstance(rows, list) else []:
-        one = _object(row)
+        one = object_of(row)
         if one.get("kind") == "piece" and str(one.get("name")).isidentifier():
-            digests = {k: str(v) for k, v in _object(one.get("files")).items()}
+            digests = {k: str(v) for k, v in object_of(one.get("files")).items()}
             out.append(OwnPiece(str(one["name"]), str(one.get("file") or ""), digests))
     if len(out) > MOST_PIECES:
         raise DataError(f"{OBJECTS!r} lists {len(out)} pieces; at most {MOST_PIECES} are read")
     return tuple(out)
 
 
-def _object(data: Any) -> dict[str, Any]:
+def object_of(data: Any) -> dict[str, Any]:
     """Parsed JSON as an object; an empty one where it is none."""
     return cast("dict[str, Any]", data) if isinstance(data, dict) else {}
 
