@@ -142,11 +142,16 @@ class HandedObjects:
         return run, replace(given, pieces=own_classes(run), algorithms=dict(self.files.values()))
 
     @property
+    def _own_rewards(self) -> bool:
+        """Whether an environment's settings came with rewards."""
+        return isinstance(self.env, Env) and bool(self.env.rewards)
+
+    @property
     def paths(self) -> frozenset[str]:
         """The settings of a run that these objects are."""
         return frozenset(
             ({"env.name", "env.prompts"} if self.env is not None else set[str]())
-            | ({"env.rewards"} if self.rewards is not None else set[str]())
+            | ({"env.rewards"} if self.rewards is not None or self._own_rewards else set[str]())
         )
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.api.handed import named_rewards, place, setting_words
+from posttrain.api.handed import HandedObjects, named_rewards, place, setting_words
 from posttrain.cli import main
 from posttrain.core.abilities import Abilities
 from posttrain.core.asks import asks
-from posttrain.core.env import Reward
+from posttrain.core.env import Env, Reward
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ladder import DAPO
 from posttrain.core.ports import Environment
@@ -353,3 +353,10 @@ def test_a_stage_of_each_kind_stops_where_its_measure_is_no_longer_the_best(tmp_
         "dpo", "sft=none", "env.rewards=none", *still, "env.heldout=8", out=tmp_path / "b", quiet=True
     ).stages
     assert stage.steps == 3 and "held-out share of pairs was highest after step 1" in stage.why
+
+
+def test_settings_of_an_environment_with_rewards_are_the_users_own() -> None:
+    """A reward in an `Env` that a program hands is as much its own as one in `rewards=`: rows need no answer."""
+    env = Env(name="prompts", prompts="rows.jsonl", rewards=(Reward(function="exact"),))
+    assert "env.rewards" in HandedObjects(env=env).paths
+    assert "env.rewards" not in HandedObjects(env=replace(env, rewards=())).paths

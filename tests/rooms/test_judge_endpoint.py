@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serve_parts import TOKEN, up
 
 import posttrain
 from posttrain.api import overrides
 from posttrain.api.written import to_yaml
+from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.asks import Kind, asks, grave
 from posttrain.core.env import JudgeEndpoint, Reward
@@ -258,6 +263,66 @@ def test_a_run_is_paid_by_one_judge_and_measured_by_another(tmp_path: Path) -> N
     assert all(s.gauges["rollout/truth"].mean == pytest.approx(s.gauges["rollout/reward"].mean / 2) for s in steps)
 
 
+@pytest.mark.prove
+async def test_posttrain_serve_is_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model that learned to judge whether there is an x, served, asked for JSON of the schema, and paying."""
+    texts = [f"{a}{b}{c}" for a in "abcx" for b in "abcx" for c in "abcx"]
+    says = {text: scored(9.0 if "x" in text else 1.0, "x" if "x" in text else "no").replace(".0", "") for text in texts}
+    rows = [{"prompt": f"{text}#", "completion": said} for text, said in says.items()]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (f"env.prompts={tmp_path}/rows.jsonl", "env.heldout=4", "model.hidden=48", "sft.steps=150", "sft.batch=32")
+    await asyncio.to_thread(posttrain.run, "sft", *words, "sft.optimizer.lr=4e-3", out=tmp_path / "judge", quiet=True)
+    monkeypatch.setenv("JUDGE_KEY", TOKEN)
+    async with up(tmp_path / "judge") as served:
+        file = rubric(tmp_path, "{response}#")
+        judge = RubricJudge.of(reward(served.url, file, api="completions", key_env="JUDGE_KEY", max_tokens=40))
+        found = [await judge(attempt(text)) for text in ("abx", "abc", "xxa", "cba")]
+        judge.close()
+    assert [j.verdict.score for j in found] == [0.9, 0.1, 0.9, 0.1], found
+
+
 def test_a_run_whose_judge_is_down_stops_and_says_why(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"(?s)could not be judged.*outage.*status 400"):
         play(lambda text: 400, tmp_path)
+
+
+# --- the ways of the pages -------------------------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name: str, folder: Path, *before: str) -> Path:
+    """A copy of an example's folder after its program has run, within 4 minutes."""
+    shutil.copytree(EXAMPLES / name, folder / name)
+    if before:
+        assert main([*before, "--folder", str(folder / name)]) == 0
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=folder / name, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return folder / name
+
+
+def learned(run: Path, gauge: str) -> tuple[float, float, str]:
+    """(a gauge before and after RL, the names of the rules that spoke in it)."""
+    steps = [s for s in reader.steps(run) if s.stage == "rl"]
+    seen = [s.gauges[gauge].mean for s in steps]
+    return sum(seen[:5]) / 5, sum(seen[-5:]) / 5, " ".join(n for s in steps for n in s.notes if "reward_" in n)
+
+
+@pytest.mark.prove
+def test_from_a_rubric_to_a_policy_and_a_judge_that_is_gamed_is_told_by_the_one_that_is_held_out(
+    tmp_path: Path,
+) -> None:
+    made = example("benchmark_judge", tmp_path)
+    paid, truth = (learned(made / "runs" / "first", f"rollout/{x}") for x in ("reward", "truth"))
+    assert paid[1] > paid[0] + 0.2 and truth[1] < truth[0] - 0.1 and "reward_without_truth" in paid[2]
+    paid, truth = (learned(made / "runs" / "better", f"rollout/{x}") for x in ("reward", "truth"))
+    assert truth[1] > truth[0] + 0.2 and not paid[2]
+
+
+@pytest.mark.prove
+def test_a_dialogue_is_learned_by_a_judge_that_reads_it_whole(tmp_path: Path) -> None:
+    made = example("dialogue_judge", tmp_path, "new", "env", "host", "--dialog")
+    truth = learned(made / "runs" / "host", "rollout/truth")
+    assert truth[1] > truth[0] + 0.2 and not truth[2]

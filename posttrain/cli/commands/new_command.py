@@ -76,7 +76,8 @@ def new(o: Namespace) -> int:
     else:
         kind = "tools" if o.tools else "judged" if o.judged else "dialog" if o.dialog else "env"
         env, test = new_env(o.name, o.folder, kind)
-        tell(f"wrote {env} and {test}: a working environment to change")
+        judged = f", and {env.with_suffix('.md')}, the rubric of its judge" if kind == "dialog" else ""
+        tell(f"wrote {env} and {test}: a working environment to change{judged}")
         tell("what next:")
         steps = next_steps(env, test, class_name(o.name), kind)
     for line in steps:
