@@ -64,6 +64,7 @@ PUBLIC = {
     "posttrain.environment.make": "environment",
     "posttrain.environment.single": "SingleTurn Generated Listed require",
     "posttrain.environment.generated": "GeneratedTasks",
+    "posttrain.environment.prompts": "PromptsEnv",
     "posttrain.environment.taste": "Taste",
     "posttrain.environment.prove": "prove Check",
     "posttrain.environment.scripted": "attempt judged ScriptedPolicy",
