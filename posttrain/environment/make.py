@@ -81,7 +81,10 @@ def environment(config: Env, seed: int, given: Given = Given()) -> Any:
     elif own is not None:
         cls = own
     else:
-        raise ConfigError(f"env.name={config.name!r} is no environment: {nearest(config.name, names())}")
+        data = "/" in config.name or Path(config.name).suffix in (".jsonl", ".json", ".parquet")
+        way = f"rows of yours are env=prompts env.prompts={config.name}, from Python env=posttrain.prompts(...)"
+        way = way if data else nearest(config.name, names())
+        raise ConfigError(f"env.name={config.name!r} is no environment: {way}")
     return cls(**checked(config.name, cls, config.args), **common)
 
 

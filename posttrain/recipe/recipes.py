@@ -50,7 +50,7 @@ _ALL = (
     Recipe(
         name="sft",
         kind="yours",
-        shows="imitates the completions of your prompts",
+        shows="imitates your conversations, texts or completions",
         build=sft,
         minutes=0.3,
         reaches="0.44",

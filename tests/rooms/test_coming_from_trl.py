@@ -28,6 +28,8 @@ from page_parts import SPAN, cells, settable
 from template_parts import FAMILIES, tokenizer
 
 import posttrain
+from posttrain.api.other_names import OTHERS
+from posttrain.api.overrides import apply, surface
 from posttrain.core.errors import ConfigError
 from posttrain.core.run import Model
 from posttrain.engine.tiny import build_module
@@ -220,6 +222,24 @@ def test_the_check_refuses_what_cannot_be_set() -> None:
     for words in ("rl.nonsense", "rl.prompts=many", "pull.nothing", "posttrain run"):
         with pytest.raises((AssertionError, ConfigError)):
             settable(recipe("grpo"), words)
+
+
+def test_a_name_of_another_library_leads_to_ours(tmp_path: Path) -> None:
+    paths = [p for name in ("grpo", "sft", "dpo") for p, _ in surface(recipe(name))]
+    fields = {f for names in recorded().values() if isinstance(names, list) for f in names}
+    of_peft = ("lora_r", "lora_alpha", "target_modules", "load_in_4bit", "load_in_8bit")
+    arguments = ("train_dataset", "eval_dataset", "dataset_name", "reward_funcs", "peft_config", "callbacks")
+    gone = ("model_name_or_path", "max_prompt_length")
+    assert not {*OTHERS} - fields - {*of_peft, *arguments, *gone, "warmup_ratio", "fp16", "optim"}
+    for name, ours in OTHERS.items():
+        with pytest.raises(ConfigError, match=re.escape(f"{name} of other libraries is here: {ours}")):
+            apply(recipe("grpo"), [f"{name}=1"])
+        if re.fullmatch(r"[a-z_.0-9]+", ours) and ours not in ("on_step", "scale"):
+            assert any(p == ours or p.endswith(f".{ours}") for p in paths), ours
+    with pytest.raises(ConfigError, match="reward_funcs of other libraries is here: env.rewards"):
+        posttrain.run("grpo", reward_funcs=[len], out=tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"rows of yours are env=prompts env\.prompts=trl-lib/Capybara"):
+        posttrain.run("sft", env="trl-lib/Capybara", out=tmp_path / "b")
 
 
 # --- four scripts, side by side ---------------------------------------------------------------------------------------

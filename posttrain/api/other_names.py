@@ -1,0 +1,60 @@
+"""What settings of TRL, transformers and PEFT are called here: for whoever writes the name that they know
+(docs/coming-from-trl.md has all fields of all configurations)."""
+
+from __future__ import annotations
+
+BATCH = "batch, and in RL prompts x siblings; micro_tokens splits the work"
+OTHERS: dict[str, str] = {
+    "model_name_or_path": "model",
+    "train_dataset": "env.prompts (from Python env=posttrain.prompts(...))",
+    "dataset_name": "env.prompts",
+    "eval_dataset": "env.heldout, a part of env.prompts",
+    "reward_funcs": "env.rewards (from Python rewards=[...])",
+    "reward_weights": "env.rewards.0.weight (from Python rewards=[(function, 0.5)])",
+    "peft_config": "model.lora.rank",
+    "lora_r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "target_modules": "model.lora.targets",
+    "load_in_4bit": "model.quantize=nf4",
+    "load_in_8bit": "model.quantize=int8",
+    "callbacks": "on_step, from Python",
+    "output_dir": "--out FOLDER (from Python out=)",
+    "resume_from_checkpoint": "--resume RUN (from Python resume=)",
+    "learning_rate": "optimizer.lr",
+    "lr_scheduler_type": "optimizer.schedule",
+    "warmup_steps": "optimizer.warmup",
+    "warmup_ratio": "optimizer.warmup, in steps",
+    "max_grad_norm": "optimizer.clip",
+    "optim": "optimizer.kind",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs of an SFT stage, else steps",
+    "per_device_train_batch_size": BATCH,
+    "gradient_accumulation_steps": BATCH,
+    "num_generations": "siblings",
+    "max_completion_length": "sampling.max_tokens",
+    "max_length": "model.context",
+    "max_prompt_length": "model.context",
+    "beta": "pull.coef in RL, beta of a stage that learns from pairs",
+    "epsilon": "clip.low",
+    "epsilon_high": "clip.high",
+    "loss_type": "aggregate, or another algorithm",
+    "scale_rewards": "scale",
+    "bf16": "model.dtype=bfloat16",
+    "fp16": "model.dtype=float16",
+    "use_vllm": "engine=vllm",
+    "report_to": "trackers",
+    "run_name": "--out FOLDER, or the variable WANDB_NAME",
+    "project": "the variable WANDB_PROJECT",
+    "save_steps": "checkpoint_every",
+    "save_total_limit": "keep_checkpoints",
+    "eval_steps": "eval_every",
+    "eval_strategy": "eval_every",
+    "logging_steps": "not needed: every step is written",
+    "packing": "not needed: sequences are always packed",
+}
+"""The name elsewhere -> ours."""
+
+
+def said(name: str) -> str:
+    """What a name of another library is called here, as a sentence for an error; '' where it is none."""
+    return f"{name} of other libraries is here: {OTHERS[name]} (docs/coming-from-trl.md)" if name in OTHERS else ""
