@@ -164,19 +164,19 @@ def reward_without_truth(history: Sequence[Step], stage: Stage) -> str:
 
 
 STAYS = 0.1
-"""Share of the truth that it may have risen at most, two standard errors included, where it is said that it stays."""
+"""Share of the truth that it may have risen at most, three standard errors included, where it is said that it stays."""
 
 
 @played_rule
 def reward_outruns_truth(history: Sequence[Step], stage: Stage) -> str:
     """The reward has risen by 5 standard errors and a quarter, while what is measured and not paid has risen by less
-    than a tenth, two standard errors included. Truth above 0.9 cannot rise much, and is left out."""
+    than a tenth, three standard errors included. Truth above 0.9 cannot rise much, and is left out."""
     paid, truth = trend(history, "rollout/reward", 24), trend(history, "rollout/truth", 24)
     if paid is None or truth is None or mean(history[-1], "rollout/truth") is None:
         return ""
     if paid.sure < 5 or paid.gain < 0.25 * abs(paid.before) or EASY < truth.before <= 1:
         return ""
-    if truth.gain + 2 * truth.error > STAYS * abs(truth.before) or reward_without_truth(history, stage):
+    if truth.gain + 3 * truth.error > STAYS * abs(truth.before) or reward_without_truth(history, stage):
         return ""
     return (
         f"the reward rises ({paid.before:.3g} to {paid.after:.3g} in {paid.steps} steps) while what is measured and not"
