@@ -18,6 +18,16 @@ from posttrain.lab.lesson import Lesson
 FOLDER = Path(__file__).parent / "lessons"
 LISTED = ("number", "name", "title", "part", "force", "minutes", "question", "missing", "pace")
 PARTS = ("the framework", "the algorithms", "production", "the engineer", "synthesis", "the ladder")
+FORCES = {
+    "signal": "what says that an answer is good",
+    "estimator": "how a gradient is made of it",
+    "cost": "the time and the machines that it takes",
+}
+WAYS = {
+    "researcher": ("01", "02", "03", "04", "11", "12", "14", "13", "15", "16", "18", "24"),
+    "engineer": ("02", "06", "07", "08", "19", "20", "21", "22b", "22c", "25"),
+}
+"""Numbers of the pages of two ways through; a page that is not there yet is left out."""
 MAP = ("00", "map")
 """Number and name of the map, which is no lesson."""
 PLANNED = {
@@ -81,6 +91,12 @@ def entries() -> tuple[Entry, ...]:
     """All lessons, in the order of their numbers."""
     found = [e for path in sorted(FOLDER.rglob("*.py")) if (e := _entry(path)) is not None]
     return tuple(sorted(found, key=lambda e: order(e.number)))
+
+
+def way(name: str) -> tuple[Entry, ...]:
+    """The pages of a way, in its order."""
+    known = {e.number: e for e in entries()}
+    return tuple(known[n] for n in WAYS[name] if n in known)
 
 
 def find(word: str) -> Entry:

@@ -200,11 +200,13 @@ class Break:
     """The setting that breaks training, and the library's sentence about it."""
 
     values: Mapping[str, Any]
-    """Knobs that change; the others keep their position."""
+    """Knobs that leave their default; all others go back to it."""
     what: str
     """What one sees, in a sentence."""
     speaks: str | None
     """Name of the rule, check or error that must speak. None: no run would notice this, and the page says so."""
+    label: str = ""
+    """What the button says, where a page has several."""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from posttrain.lab.catalog import NOT_THERE, PARTS, PLANNED, Entry, entries, order
+from posttrain.lab.catalog import FORCES, NOT_THERE, PARTS, PLANNED, Entry, entries, order, way
 from posttrain.lab.page import Where, address, file_address
 from posttrain.web.html import Markup, document, inline, tag
 
-FORCES = {
-    "signal": "what says that an answer is good",
-    "estimator": "how a gradient is made of it",
-    "cost": "what it takes",
+PART_WORDS = {
+    "the framework": "one training step, role by role",
+    "the algorithms": "REINFORCE, and what the others change in it",
+    "production": "where rewards and prompts come from",
+    "the engineer": "speed and memory",
+    "synthesis": "all of it together",
+    "the ladder": "a very small model, from its shapes to RL",
 }
 ROLES = (
     # name, room, what it does, column, row
@@ -20,17 +23,24 @@ ROLES = (
     ("Trainer", "role/trainer.py", "The only backward pass and the only optimizer.", 1, 1),
     ("Weight sync", "role/sync.py", "Brings new weights to the sampler, with a version for every token.", 0, 1),
 )  # fmt: skip
-RESEARCHER = ("01", "02", "03", "04", "11", "12", "14", "13", "16", "15", "18", "24")
-ENGINEER = ("02", "06", "07", "08", "19", "20", "21", "22b", "22c", "25")
+ARROWS = (
+    # path, what goes along it, where its words stand
+    ("M212 52 H266", "answers", 239, 44), ("M462 52 H516", "rewards", 489, 44), ("M615 86 V126", "log-probs", 652, 110),
+    ("M518 162 H464", "loss", 491, 154), ("M268 162 H214", "weights", 241, 154), ("M115 128 V88", "weights", 146, 110),
+)  # fmt: skip
 WORDS = {
-    "policy": "The model that is trained. It gives each next token a probability.",
-    "rollout": "One answer that the policy sampled, with the log-prob of every token.",
+    "policy": "The model that is trained. It gives each next token a probability, which formulas call pi.",
+    "rollout": "One answer that the policy sampled, with the log-prob of every token. Several answers to one prompt "
+    "are siblings; together they are a group.",
     "reward": "A number that says how good an answer is.",
     "verifier": "A program that computes a reward: it runs a test, or compares with a right answer.",
-    "advantage": "How much better an answer was than was to be expected. It says which way to push.",
-    "baseline": "What was to be expected: often the mean reward of the other answers to the same prompt.",
+    "advantage": "How much better an answer was than was to be expected, also called credit. The gradient of its "
+    "log-prob is multiplied by it: above 0 the answer is pushed up, below 0 down.",
+    "baseline": "What was to be expected: often the mean reward of the siblings. A network that learns it is a critic, "
+    "or value model.",
     "KL": "How far two policies are from one another. The KL anchor holds the policy near its start.",
-    "RLVR": "Reinforcement learning with verifiable rewards: the reward is a program and not a person's taste (RLHF).",
+    "RLVR": "Reinforcement learning with verifiable rewards: the reward is a program. In RLHF (from human feedback) it "
+    "is a model of what people prefer.",
 }
 PAPERS = (
     ("DeepSeekMath", "2402.03300", "algorithms", "GRPO: siblings in place of a value model", "11", 30),
@@ -62,6 +72,7 @@ def map_page(where: Where) -> str:
         "main",
         tag("h1", "The lab"),
         tag("p", LEAD, class_="lead"),
+        tag("p", "New to reinforcement learning? ", tag("a", "Eight words", href="#words"), " come first."),
         _ways(),
         _search(),
         *(_part(part, where) for part in PARTS),
@@ -105,18 +116,17 @@ def _known() -> dict[str, Entry]:
 
 
 def _ways() -> Markup:
-    known = _known()
-
-    def way(name: str, numbers: tuple[str, ...]) -> Markup:
-        pages = [known[n] for n in numbers if n in known]
+    def shown(name: str) -> Markup:
+        pages = way(name)
         links = [tag("li", tag("a", f"{e.number} {e.title}", href=f"page:{e.number}")) for e in pages]
         minutes = sum(e.minutes for e in pages)
         return tag(
-            "section", tag("h2", f"{name}: {len(pages)} pages, {minutes} minutes"), tag("ul", *links, class_="paths")
-        )
+            "section", tag("h2", f"The {name}'s way: {len(pages)} pages, {minutes} minutes"),
+            tag("ul", *links, class_="paths"),
+        )  # fmt: skip
 
     rest = sum(e.minutes for e in entries())
-    both = (way("A researcher's way", RESEARCHER), way("An engineer's way", ENGINEER))
+    both = (shown("researcher"), shown("engineer"))
     return tag("div", tag("p", f"All pages in order take about {rest / 60:.1f} hours. Two shorter ways:"), *both)
 
 
@@ -143,7 +153,7 @@ def _part(part: str, where: Where) -> Markup:
         return Markup("")
     return tag(
         "section",
-        tag("h3", part.capitalize()),
+        tag("h3", f"{part.capitalize()}: {PART_WORDS[part]}"),
         tag("ul", *(_place(e, where) for e in pages), class_="places"),
         class_="part-of",
     )
@@ -177,7 +187,6 @@ def _roles() -> Markup:
                 data_told=f"{name}. {words}",
             )
         )
-    arrows = ("M212 52 H266", "M462 52 H516", "M615 86 V126", "M518 162 H464", "M268 162 H214", "M115 128 V88")
     head = tag(
         "marker",
         tag("path", d="M0 0 L8 4 L0 8"),
@@ -189,12 +198,13 @@ def _roles() -> Markup:
         orient="auto",
     )
     drawn = tag(
-        "svg", tag("defs", head), *(tag("path", d=d, marker_end="url(#tip)") for d in arrows), *boxes,
+        "svg", tag("defs", head), *(tag("path", d=d, marker_end="url(#tip)") for d, *_ in ARROWS),
+        *(tag("text", words, x=x, y=y) for _, words, x, y in ARROWS), *boxes,
         viewBox="0 0 730 214", width="730", height="214", role="group", aria_label="the six roles", class_="roles",
     )  # fmt: skip
     first = (
-        "Ask, answer, judge, score, credit, pack, learn, publish, write down: one step. Point at a role, or go to it "
-        "with the keyboard."
+        "One step of training goes round once. Below each name stands its place in the package. Point at a role, or go "
+        "to it with the keyboard, to read what it does."
     )
     return tag("div", tag("div", drawn, class_="wide", tabindex="0", role="group", aria_label="the six roles"),
                tag("p", first, id="role-told", aria_live="polite"))  # fmt: skip
@@ -202,7 +212,7 @@ def _roles() -> Markup:
 
 def _words() -> Markup:
     words = tag("dl", *(x for name, words in WORDS.items() for x in (tag("dt", name), tag("dd", words))))
-    return tag("section", tag("h2", "Eight words"), words)
+    return tag("section", tag("h2", "Eight words", id="words"), words)
 
 
 def _papers(where: Where) -> Markup:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.core.errors import ConfigError
-from posttrain.lab.catalog import Entry, entries
+from posttrain.lab.catalog import FORCES, WAYS, Entry, entries, way
 from posttrain.lab.lesson import AskChoice, AskKnobs, Exercise, Knob, Lesson, Options, Slider, TextInput, Toggle
 from posttrain.web.html import Markup, data, document, inline, join, markdown, tag
 
@@ -89,7 +89,7 @@ def waiting_page(entry: Entry, where: Where = "server") -> str:
 
 
 def _top(lesson: Lesson, where: Where) -> Markup:
-    facts = f"{lesson.part}, {lesson.force}, {lesson.minutes} min"
+    facts = f"{lesson.part} | {lesson.force}: {FORCES[lesson.force]} | {lesson.minutes} min"
     skip = tag("a", "to the page", href="#main", class_="skip")
     home = tag("nav", tag("a", "the map", href=address(None, where)), aria_label="lab")
     return tag("header", skip, home, tag("span", facts), class_="top")
@@ -100,8 +100,8 @@ def _bench(lesson: Lesson) -> Markup:
     if lesson.pace == "train":
         buttons.insert(0, tag("button", "Train", id="train", type="button", class_="go"))
     breaks = [
-        tag("button", "Break it" if len(lesson.breaks) == 1 else f"Break it: {i + 1}", id=f"break-{i}", type="button",
-            title=b.what, class_="strong")
+        tag("button", "Break it" if len(lesson.breaks) == 1 else f"Break it: {b.label or i + 1}", id=f"break-{i}",
+            type="button", title=b.what, class_="strong")
         for i, b in enumerate(lesson.breaks)
     ]  # fmt: skip
     progress = [tag("progress", id="progress", value=0, max=1, aria_label="training")] * (lesson.pace == "train")
@@ -147,7 +147,8 @@ def _claims(lesson: Lesson) -> Markup:
     if not lesson.claims:
         return Markup("")
     place = tag("div", tag("p", "computing ...", class_="soft"), id="claims", class_="wide", tabindex="0", role="group")
-    return tag("section", tag("h2", "The claim, and ours"), place)
+    numbers = "Numbers of papers (by their number on arXiv) and of the curriculum that these pages follow, beside ours."
+    return tag("section", tag("h2", "The claim, and ours"), tag("p", numbers, class_="soft sources"), place)
 
 
 def _exercises(lesson: Lesson) -> Markup:
@@ -180,6 +181,8 @@ def _code(lesson: Lesson, where: Where) -> Markup:
         title = tag("summary", tag("code", name.rpartition(".")[2]), f" in posttrain/{path}, line {line}")
         body = tag("pre", tag("code", text), tabindex="0", role="group", aria_label=name)
         parts.append(tag("details", title, body))
+    if len(parts) > 4:
+        parts = [tag("details", tag("summary", f"{len(parts)} functions and classes"), *parts)]
     if lesson.docs:
         parts.append(tag("p", "Read on: ", _docs(lesson.docs, where)))
     if lesson.command:
@@ -204,7 +207,20 @@ def _ends(lesson: Lesson, where: Where) -> Markup:
 
     before = link(at - 1, lambda e: f"before: {e.number} {e.title}")
     after = link(at + 1, lambda e: f"next: {e.number} {e.title}")
-    return tag("nav", before, after, class_="ends", aria_label="other pages")
+    return tag("nav", *_on_the_way(lesson, where), before, after, class_="ends", aria_label="other pages")
+
+
+def _on_the_way(lesson: Lesson, where: Where) -> list[Markup]:
+    """Where a page lies on a shorter way: how far one is, and its next page."""
+    out: list[Markup] = []
+    for name in WAYS:
+        pages = way(name)
+        at = next((i for i, e in enumerate(pages) if e.name == lesson.name), len(pages))
+        if at + 1 < len(pages):
+            e = pages[at + 1]
+            link = tag("a", f"{e.number} {e.title}", href=address(e, where))
+            out.append(tag("p", f"The {name}'s way, page {at + 1} of {len(pages)}, goes on with ", link, class_="way"))
+    return out
 
 
 @cache

@@ -74,7 +74,7 @@
 
   function go(values, because = null) {
     stop();
-    for (const k of lesson.knobs) state[k.name] = k.name in values ? values[k.name] : because ? state[k.name] : k.default;
+    for (const k of lesson.knobs) state[k.name] = k.name in values ? values[k.name] : k.default;
     show(); toAddress();
     broken = because;
     ask();
@@ -219,9 +219,16 @@
     if (!place) return;
     const rows = onSite ? (grid ??= await (await fetch(`data/${lesson.name}.json`)).json()).claims
       : await (await fetch(`/claims/${lesson.name}`)).json();
-    const head = html("tr", {}, ...["claim", "source", "claimed", "ours", "verdict"].map((c) => html("th", { scope: "col" }, c)));
-    place.replaceChildren(html("table", { class: "claims" }, html("thead", {}, head), html("tbody", {}, ...rows.map(([words, source, claimed, ours, holds, why]) =>
-      html("tr", {}, html("td", {}, words), html("td", {}, source), html("td", {}, short(claimed)), html("td", {}, short(ours)), html("td", {}, holds ? "holds" : `does not hold. ${why}`))))));
+    const names = ["claim", "source", "claimed", "ours", "verdict"], head = html("tr", {}, ...names.map((c) => html("th", { scope: "col" }, c)));
+    let last = "";  // a reason that several rows share is said once
+    const body = rows.map(([words, source, claimed, ours, holds, why]) => {
+      const verdict = holds ? "holds" : why === last ? "does not hold" : `does not hold. ${why}`;
+      if (!holds) last = why;
+      return html("tr", {}, ...[words, source, short(claimed), short(ours), verdict].map((w, i) => html("td", { "data-name": names[i] }, w)));
+    });
+    const most = body.length > 5 ? 4 : body.length, more = body.slice(most);
+    place.replaceChildren(html("table", { class: "claims" }, html("thead", {}, head), html("tbody", {}, ...body.slice(0, most))));
+    if (more.length) place.append(html("details", {}, html("summary", {}, `${more.length} more`), html("table", { class: "claims" }, html("tbody", {}, ...more))));
   }
 
   function read() {

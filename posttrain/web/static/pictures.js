@@ -64,9 +64,23 @@ const Pictures = (() => {
     return svg("text", { x, y, ...attributes }, String(words));
   }
 
+  // On a phone pictures are lower, so that a page is shorter.
+  const small = () => innerWidth < 780;
+
   function cut(words, most) {
     words = String(words);
     return words.length > most ? words.slice(0, Math.max(1, most - 1)) + "…" : words;
+  }
+
+  // Words on lines of at most `most` letters, three lines at most.
+  function lines(words, most) {
+    const out = [];
+    for (const w of String(words).split(" ")) {
+      if (out.length && (out[out.length - 1] + w).length < most) out[out.length - 1] += ` ${w}`;
+      else out.push(w);
+    }
+    if (out.length > 3) out.splice(2, out.length, out.slice(2).join(" "));
+    return out.map((line) => cut(line, most));
   }
 
   // A colour by a level in -1..1: an attribute that the style sheet turns into a colour (eight steps a side).
@@ -97,15 +111,16 @@ const Pictures = (() => {
   // --- the kinds ---
 
   function bars(p, width) {
-    const names = Object.keys(p.series), height = 230, left = 52, bottom = 40, top = 14;
+    const names = Object.keys(p.series), left = 52, top = 14, room = (width - left - 8) / Math.max(1, p.labels.length);
+    const labels = p.labels.map((label) => lines(label, Math.floor((room - 3) / 6.4)));
+    const bottom = 26 + 14 * Math.max(1, ...labels.map((l) => l.length)), height = (small() ? 150 : 190) + bottom;
     const all = names.flatMap((n) => p.series[n]).concat(Object.values(p.marks || {}));
     const [low, high] = range(all, p.low, p.high, p.low === null);
     const marks = ticks(low, high), a = Math.min(low, marks[0]), b = Math.max(high, marks[marks.length - 1]);
     const y = (v) => top + (height - top - bottom) * (b - v) / (b - a), base = y(Math.max(a, Math.min(b, 0)));
-    const root = frame(width, height, p.title), room = (width - left - 8) / Math.max(1, p.labels.length);
+    const root = frame(width, height, p.title), each = Math.min(46, room * 0.8 / names.length);
     hatch(root);
     axisY(root, marks, y, left, width - 8);
-    const each = Math.min(46, room * 0.8 / names.length), most = Math.floor(room / 6.6);
     p.labels.forEach((label, i) => {
       const middle = left + room * (i + 0.5);
       names.forEach((n, j) => {
@@ -116,7 +131,7 @@ const Pictures = (() => {
         if (words && words.length * 6.2 <= Math.max(each, room * 0.9 / names.length))
           root.append(text(x + each / 2 - 1, v < 0 ? at + 13 : at - 4, words, { "text-anchor": "middle", class: "value" }));
       });
-      root.append(text(middle, height - bottom + 26, cut(label, most), { "text-anchor": "middle", class: "label" }));
+      labels[i].forEach((line, j) => root.append(text(middle, height - bottom + 24 + 14 * j, line, { "text-anchor": "middle", class: "label" })));
     });
     for (const [name, v] of Object.entries(p.marks || {})) {
       root.append(svg("line", { x1: left, x2: width - 8, y1: y(v), y2: y(v), class: "mark" }));
@@ -138,7 +153,8 @@ const Pictures = (() => {
       return old;
     }
     const host = html("div", { class: "curve", role: "img", "aria-label": p.title }), at = { value: p.at, low: p.low, high: p.high };
-    const dash = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
+    const dash = [[], [8, 4], [2, 3], [10, 3, 2, 3]], drawn = ["solid", "dashed", "dotted", "dashed"];
+    const whole = !p.log && p.x.every(Number.isInteger), incrs = whole ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000] : undefined;
     const series = names.map((n, i) => ({
       label: n, stroke: color(`--${TONES[i % 4]}`), width: 2, dash: dash[i % 4], spanGaps: false, points: { show: p.x.length < 40, size: 5 },
       value: (_, v) => short(v),
@@ -149,13 +165,13 @@ const Pictures = (() => {
       return [at.low ?? a - (b - a) * 0.05, at.high ?? b + (b - a) * 0.05];
     } };
     const plot = new uPlot({
-      width, height: 240, legend: { show: true, live: true }, cursor: { drag: { x: false, y: false } },
+      width, height: small() ? 195 : 240, legend: { show: true, live: true, markers: { width: 3, dash: (_, i) => drawn[(i - 1) % 4] } }, cursor: { drag: { x: false, y: false } },
       scales: { x: { time: false, distr: p.log ? 3 : 1 }, y: ends },
       series: [{ label: p.x_label, value: (_, v) => short(v) }, ...series],
-      axes: [{ ...axis, label: p.x_label, labelSize: 18, size: 40, labelFont: "12px system-ui", values: (_, vs) => vs.map(short) },
+      axes: [{ ...axis, ...(incrs && { incrs }), label: p.x_label, labelSize: 18, size: 40, labelFont: "12px system-ui", values: (_, vs) => vs.map(short) },
         { ...axis, label: p.y_label, labelSize: p.y_label ? 18 : 0, size: 52, labelFont: "12px system-ui", values: (_, vs) => vs.map(short) }],
       hooks: { draw: [(u) => {
-        if (at.value === null || at.value === undefined) return;
+        if (typeof at.value !== "number" || at.value < u.scales.x.min || at.value > u.scales.x.max) return;
         const x = u.valToPos(at.value, "x", true), c = u.ctx;
         c.save(); c.strokeStyle = color("--ink"); c.setLineDash([4, 4]); c.beginPath();
         c.moveTo(x, u.bbox.top); c.lineTo(x, u.bbox.top + u.bbox.height); c.stroke(); c.restore();
@@ -275,6 +291,13 @@ const Pictures = (() => {
     return true;
   }
 
+  // Whether a picture needs the whole width: its columns, or the words below its bars, need more than half of it.
+  function broad(p) {
+    const long = (words) => Math.max(0, ...words.map((w) => String(w).length));
+    if (p.kind === "matrix") return p.across.reduce((sum, c, j) => sum + 26 + 7 * Math.min(30, long([c, ...(p.texts || []).map((row) => row[j])])), 90) > 420;
+    return p.kind === "bars" && p.labels.length * (3 + 6.4 * long(p.labels.flatMap((l) => String(l).split(" ")))) > 330;
+  }
+
   // Draws pictures into a place, in the figures that are there already where they have the same kind and title.
   function draw(place, pictures) {
     place.pictures = pictures;
@@ -288,6 +311,7 @@ const Pictures = (() => {
         figure.querySelector("details").addEventListener("toggle", () => fill(figure));
       }
       figure.picture = p;
+      figure.classList.toggle("broad", broad(p));
       figure.querySelector("figcaption").textContent = p.title;
     });
     while (place.children.length > pictures.length) place.lastChild.remove();
