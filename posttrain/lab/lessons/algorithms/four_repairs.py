@@ -93,16 +93,16 @@ def compute(k: Values) -> Readout:
     return Readout(
         pictures=(
             Curve("Reward and entropy", steps, {"reward": found["reward"], "entropy, nats": found["entropy"]}, low=0),
-            Curve("Groups without spread, and prompts asked a step", steps,
-                  {"silent share": found["silent"], "times asked": found["asked"]}, low=0),
+            Curve("Silent share of the groups, and prompts asked (1 is 8 a step)", steps,
+                  {"silent share": found["silent"], "prompts asked, in eights": found["asked"]}, low=0),
             Bars("Weight of a token, in answers of 10 and 100 tokens", ("10 tokens", "100 tokens"),
                  {rule: [float(w) * 110 for w in weights]}, low=0),
             Curve("Added to the reward, by length (100 allowed)", lengths,
                   {"overlong": [penalty(n, bool(k["overlong"])) for n in lengths]}, x_label="tokens", low=-1, high=0.1),
         ),
         sentence=f"Reward **{np.mean(found['reward'][:5]):.2f}** to **{np.mean(found['reward'][-5:]):.2f}** in {STEPS} "
-        f"steps. **{useful:.0%}** of the groups that were learned from had spread, for "
-        f"**{np.mean(found['asked']):.1f}** times the prompts.",
+        f"steps. **{useful:.0%}** of the groups that it learned from were not silent. It asked "
+        f"**{np.mean(found['asked']):.1f}** times 8 prompts a step.",
         values={"reward at the end": float(np.mean(found["reward"][-5:])), "useful share": useful,
                 "entropy": found["entropy"][-1]},
         says=said,
@@ -118,13 +118,17 @@ LESSON = Lesson(
     minutes=8,
     question="Which of DAPO's four changes does what?",
     idea="""
-        GRPO wastes groups, and loses variety. DAPO changes four things. *Clip higher*: a token may gain more (1.28)
-        than it may lose (0.8), so a rare token can grow. *Dynamic sampling*: groups without spread are thrown away and
-        others asked instead, so that each step learns from full groups, for more sampling. *Token mean*: one mean over
-        all tokens of a prompt, so a long answer weighs as much as its tokens. *Overlong*: an answer that nears the
-        limit loses reward bit by bit, in place of all at once.
+        GRPO has a clip: where a token's ratio (its probability now over that at sampling, page 02) passes 1.2, or 0.8
+        on the way down, the token is not pushed further. DAPO changes four things:
+
+        - *Clip higher*: the upper end is 1.28, so a rare token can grow and variety stays.
+        - *Dynamic sampling*: silent groups are thrown away and other prompts asked instead. A step learns from full
+          groups, and samples more.
+        - *Token mean*: one mean over all tokens of a prompt, so a long answer weighs as much as its tokens (page 14).
+        - *Overlong*: an answer near the limit of length loses reward bit by bit, not all at once.
     """,
-    formula="clip(r, 1 - .2, 1 + .28)     keep groups with 0 < right < K     1 / sum |y|     -(|y| - 80) / 20 above 80",
+    formula="""clip(ratio, 1 - .2, 1 + .28)          keep groups with 0 < right < K
+token mean: 1 / sum |y|               overlong: -(|y| - 80) / 20 above 80 tokens""",
     knobs=(
         Toggle("higher", "clip higher (.2 / .28)", True),
         Toggle("dynamic", "dynamic sampling", True),
@@ -141,14 +145,16 @@ LESSON = Lesson(
               "from nothing.", "too_easy"),
     ),
     claims=(
-        Claim("Silent groups at p = .9, K = 4", "curriculum 13", 0.656,
+        Claim("Silent groups of 4 siblings, each right with probability .9", "curriculum 13", 0.656,
               lambda: float(1 - mixed((np.random.default_rng(0).random((20_000, 4)) < 0.9).astype(float)).mean())),
     ),
     exercises=(
-        AskNumber("p = 0.5, K = 4: which share of groups is silent?", 0.125, why="2 * 0.5^4."),
-        AskKnobs("Learn from at most 60 % useful groups.", "useful share", None, 0.6, {"dynamic": False}),
+        AskNumber("Four siblings, each right with probability 0.5: which share of groups is silent?", 0.125,
+                  why="2 * 0.5^4."),
+        AskKnobs("Make it worse: let at most 60 % of the groups be useful (not silent).", "useful share", None,
+                 0.6, {"dynamic": False}),
         AskChoice("Which change costs more sampling?", ("Clip higher", "Dynamic sampling", "Token mean"), 1,
-                  why="Groups without spread are asked for nothing."),
+                  why="Silent groups are sampled and thrown away."),
     ),
     code=("posttrain.algorithm.trust.push", "posttrain.algorithm.weigh.weigh", "posttrain.core.pieces.shape.Overlong"),
     docs="algorithms.md",

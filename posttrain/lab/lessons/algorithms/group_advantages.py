@@ -56,13 +56,19 @@ def compute(k: Values) -> Readout:
     return Readout(
         pictures=(
             Bars("Reward of each sibling", NAMES, {"reward": rewards}, marks={"mean": mean}),
-            Bars("Credit of each sibling", NAMES, {"ours (ddof 1)": list(ours), "ddof 0": list(wide)}, low=-2, high=2),
+            Bars(
+                "Credit of each sibling",
+                NAMES,
+                {"std over K - 1 (ours)": list(ours), "std over K": list(wide)},
+                low=-2,
+                high=2,
+            ),
         ),
         sentence=sentence,
         values={
             "mean": mean,
-            "std (ddof 1)": std,
-            "std (ddof 0)": float(np.std(rewards)),
+            "std over K - 1": std,
+            "std over K": float(np.std(rewards)),
             "largest": float(ours.max()),
         },
         says=said_of(rewards, silent),
@@ -78,21 +84,26 @@ LESSON = Lesson(
     minutes=6,
     question="Four answers to one prompt: which of them is pushed up, and how hard?",
     idea="""
-        Nobody knows how hard a prompt is. GRPO asks it several times and takes the mean reward of the siblings as what
-        was to be expected. What is left is divided by their standard deviation, so that hard and easy prompts push
+        Nobody knows how hard a prompt is. GRPO asks it K times, and the mean reward of the siblings is the baseline:
+        what was to be expected. What is left is divided by their standard deviation, so that hard and easy prompts push
         equally hard.
 
         Two things follow. If all siblings have one reward, there is nothing to learn: the group is silent. And one
         lucky answer among many wrong ones gets a very large push.
+
+        The standard deviation divides by K - 1 (ddof 1, as here) or by K (ddof 0, as in some papers). That changes all
+        credit by one factor.
     """,
-    formula="A = (r - mean(r)) / std(r)        std with ddof 1, no epsilon; exactly 0 without spread",
+    formula="A = (r - mean(r)) / std(r)          exactly 0 where all rewards are equal",
     knobs=tuple(
         Slider(n, f"reward of {n}", default, 0, 1, 0.05) for n, default in zip(NAMES, (1.0, 0.0, 0.0, 0.0), strict=True)
     ),
     compute=compute,
     breaks=(
-        Break(dict.fromkeys(NAMES, 1.0), "All answers are right, and the push is gone.", "reward_is_constant"),
-        Break(dict.fromkeys(NAMES, 0.0), "No answer is right, and the push is gone.", "too_hard"),
+        Break(
+            dict.fromkeys(NAMES, 1.0), "All answers are right, and the push is gone.", "reward_is_constant", "all right"
+        ),
+        Break(dict.fromkeys(NAMES, 0.0), "No answer is right, and the push is gone.", "too_hard", "all wrong"),
     ),
     claims=(
         Claim("[1, 0, 1, 0]: credit of a right one, ddof 0", "curriculum 14", 1.0, lambda: _ddof0(1, 0, 1, 0)[0]),

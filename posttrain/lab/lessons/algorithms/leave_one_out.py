@@ -36,12 +36,15 @@ def compute(k: Values) -> Readout:
     alone = refusal(lambda: Reinforce(name="rl", algorithm=RLOO, siblings=count))
     return Readout(
         pictures=(
-            Bars("Credit of each sibling", names, {"minus the others' mean (RLOO)": others, "minus the mean": centred}),
+            Bars("Credit of each sibling", names,
+                 {"minus the others' mean (RLOO)": others, "minus the mean (centred)": centred}),
             Curve("RLOO over centred, by siblings", SIBLINGS, {"ratio": [ratio(n) for n in SIBLINGS]}, x_label="K",
                   low=1, at=count),
         ),
         sentence=f"**{right} of {count}** right. RLOO's credit is **{times:.3g}** times the centred one: the direction "
-        "is the same, so only the learning rate differs.",
+        "is the same, as if only the learning rate differed."
+        if count > 1
+        else "A group of **1**: there is nothing to compare with, and credit is 0.",
         values={"ratio": times, "credit of a right one": others[0], "largest": float(np.max(np.abs(others)))},
         says=alone,
     )  # fmt: skip
@@ -56,10 +59,11 @@ LESSON = Lesson(
     minutes=4,
     question="Should an answer count in the mean that it is compared with?",
     idea="""
-        If the mean holds the answer's own reward, an answer is partly compared with itself, and its credit comes out
-        too small. RLOO leaves it out: the baseline is the mean of the other siblings, which is what makes the estimate
-        unbiased. For one group the two differ by a factor alone, K / (K - 1): twice at two siblings, an eighth at
-        eight. GRPO's division by the standard deviation is another matter: it changes which prompts count.
+        If the mean holds the answer's own reward (centred credit), an answer is partly compared with itself, and its
+        credit comes out too small. RLOO leaves it out: the baseline is the mean of the other siblings, which makes the
+        estimate of the gradient unbiased. In one group the two differ by a factor alone, K / (K - 1): 2 at two
+        siblings, 8/7 at eight. GRPO's division by the standard deviation is another matter: it differs from prompt to
+        prompt, so it changes which prompts count.
     """,
     formula="A_i = r_i - mean of the others = K / (K - 1) * (r_i - mean of all)",
     knobs=(Slider("K", "K, siblings", 4, 1, 16), Slider("right", "right answers", 1, 0, 16)),

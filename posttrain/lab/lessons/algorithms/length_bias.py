@@ -23,22 +23,39 @@ def token_push(rule: str, lengths: tuple[int, int], rewards: tuple[float, float]
     return float(weights[0] * credits[0] * total), float(weights[1] * credits[1] * total)
 
 
+def against(pushes: tuple[float, float]) -> list[float]:
+    """Both pushes over the size of the short answer's."""
+    return [x / abs(pushes[0]) for x in pushes]
+
+
 def compute(k: Values) -> Readout:
     short, long = int(k["short"]), int(k["long"])
     rewards = (1.0, 0.0) if k["wrong"] == "the long one" else (0.0, 1.0)
     found = {rule: token_push(rule, (short, long), rewards) for rule in RULES}
     lengths = [10, 20, 40, 80, 120, 160, 200]
-    by_length = {rule: [abs(token_push(rule, (10, n), rewards)[1]) for n in lengths] for rule in RULES}
-    mine = found[str(k["rule"])]
-    quieter = abs(mine[0]) / abs(mine[1])
+    by_length = {rule: [abs(against(token_push(rule, (short, n), rewards))[1]) for n in lengths] for rule in RULES}
+    quieter = 1 / abs(against(found[str(k["rule"])])[1])
     return Readout(
         pictures=(
-            Bars("Push of one token", ("short answer", "long answer"), {rule: list(x) for rule, x in found.items()}),
-            Curve("Push of one token of the long answer, by its length", lengths, by_length, x_label="tokens", low=0),
+            Bars(
+                "Push of one token, in units of the short answer's",
+                ("short answer", "long answer"),
+                {rule: against(x) for rule, x in found.items()},
+                low=-1.2,
+                high=1.2,
+            ),
+            Curve(
+                "Size of the push on a token of the long answer",
+                lengths,
+                by_length,
+                x_label="tokens of the long answer",
+                low=0,
+                high=1.2,
+            ),
         ),
-        sentence=f"Under **{k['rule']}** a token of the short answer weighs **{quieter:.3g}** times a token of the "
-        "long one, with equal credit but for the sign.",
-        values={"short over long": quieter, "short": mine[0], "long": mine[1]},
+        sentence=f"Under **{k['rule']}** a token of the short answer weighs **{quieter:.3g}** times as much as a token "
+        "of the long one. The credit of both is equal but for its sign.",
+        values={"short over long": quieter},
     )
 
 
@@ -51,13 +68,14 @@ LESSON = Lesson(
     minutes=6,
     question="Is a wrong answer punished less if it is longer?",
     idea="""
-        The loss averages over tokens, and there is more than one way to average. GRPO takes the mean within each answer
-        first. Then an answer of 200 tokens gives each of its tokens a twentieth of what an answer of 10 tokens gives:
-        a long wrong answer is punished mildly, so wrong answers grow. DAPO takes one mean over all tokens of a prompt.
-        Dr.GRPO divides by a constant, the longest that is allowed, and also leaves the standard deviation out, which
-        made easy and hard prompts loud.
+        The loss averages over tokens, and there is more than one way to do it (the aggregation). GRPO takes the mean
+        within each answer first. Then a token in an answer of 200 weighs a twentieth of a token in an answer of 10: a
+        long wrong answer is punished mildly at each token, so wrong answers become longer. DAPO takes one mean over all
+        tokens of a prompt. Dr.GRPO divides by a constant, the largest length that is allowed. It also leaves out the
+        standard deviation, by which prompts that are nearly always or nearly never solved count more.
     """,
-    formula="sequence_mean: 1 / (E |y|)     prompt_mean: 1 / (P sum |y|)     constant: 1 / (E L_max)",
+    formula="""weight of a token:  sequence_mean 1 / (E |y|)     prompt_mean 1 / (P sum |y|)     constant 1 / (E L_max)
+E answers, P prompts, |y| tokens of an answer, L_max the largest length""",
     knobs=(
         Slider("short", "tokens of the short answer", 10, 5, 100),
         Slider("long", "tokens of the long answer", 200, 10, 200),
@@ -71,15 +89,16 @@ LESSON = Lesson(
               None),
     ),
     claims=(
-        Claim("100 tokens against 10 under sequence_mean: factor", "curriculum 14", 10.0,
+        Claim("A token of 10 over a token of 100, sequence_mean", "curriculum 14", 10.0,
               lambda: abs(token_push("sequence_mean (GRPO)", (10, 100), (1, 0))[0]
                           / token_push("sequence_mean (GRPO)", (10, 100), (1, 0))[1])),
-        Claim("the same under constant", "2503.20783", 1.0,
+        Claim("The same under constant", "2503.20783", 1.0,
               lambda: abs(token_push("constant (Dr.GRPO)", (10, 100), (1, 0))[0]
                           / token_push("constant (Dr.GRPO)", (10, 100), (1, 0))[1])),
     ),
     exercises=(
-        AskNumber("Answers of 4 and 7 tokens, token mean: what is a token's weight?", 1 / 11, why="1 / (4 + 7)."),
+        AskNumber("Answers of 4 and 7 tokens to one prompt, prompt_mean: what is a token's weight?", 1 / 11,
+                  why="1 / (4 + 7)."),
         AskKnobs("Make a short token weigh at least 10 times a long one.", "short over long", 10, None,
                  {"rule": "sequence_mean (GRPO)"}),
         AskChoice("Which aggregation rewards a short right answer most, compared with a long right one?",

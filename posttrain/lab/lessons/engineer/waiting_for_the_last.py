@@ -70,7 +70,7 @@ def play(k: Values) -> Played:
 def lanes(p: Played) -> dict[str, list[tuple[float, float, str, Tone]]]:
     """The first group: what each answer says, and how long its slot then waits for the step to end."""
     out, last = dict[str, list[tuple[float, float, str, Tone]]](), float(p.said[0].max())
-    for i, end in enumerate(p.said[0, 0, :10].tolist()):
+    for i, end in enumerate(p.said[0, 0, :8].tolist()):
         tone: Tone = "bad" if not p.kept[0, 0, i] else "two" if p.cut[0, 0, i] else "good"
         out[f"answer {i + 1}"] = [(0.0, end, f"{end:.0f}", tone), (end, last, "", "mute")]
     return out
@@ -127,8 +127,8 @@ LESSON = Lesson(
 
         Three ways to wait less. *Extra siblings*: start more than needed and give up those that are not among the first
         K to end. That prefers short answers. *A limit*: cut answers off; what is cut has no result. *Ask ahead*: a slot
-        that is free begins an answer of a later step, with weights that are then old. Only the last changes
-        nothing about which answers are learned from.
+        that is free begins an answer of a later step, with weights that are then old. Only the last changes nothing
+        about which answers are learned from.
     """,
     formula="time of a step = longest of P * K answers        lost = 1 - tokens used / (slots * time)",
     knobs=(
@@ -144,9 +144,9 @@ LESSON = Lesson(
     compute=compute,
     breaks=(
         Break({"cap": True, "limit": 0.2}, "The step is short, because nearly every answer is cut off before its "
-              "result.", "cut_off_before_the_answer"),
+              "result.", "cut_off_before_the_answer", "a low limit"),
         Break({"extra": True, "cv": 2.0}, "The answers that are kept are much shorter than the policy's: long "
-              "reasoning is never learned from.", None),
+              "reasoning is never learned from.", None, "extra siblings"),
     ),
     claims=(
         *(

@@ -45,13 +45,14 @@ def compute(k: Values) -> Readout:
     made = torch.Generator().manual_seed(int(k["seed"]))
     trainer = ToyTrainer(REINFORCE, policy, torch.optim.SGD(policy.parameters(), lr=k["eta"]), 1, int(k["seed"]))
     paid, expected, far = list[float](), list[float](), list[float]()
-    estimate = exact = torch.zeros(5)
+    first = dict[str, list[float]]()
     for _ in range(STEPS):
         answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), int(k["samples"])), made)
         rewards = REWARDS[answers.tokens_ET[:, 0]].numpy()
         before, pi, exact = policy.table.detach().clone(), probabilities(policy), exact_gradient(policy)
         trainer.step(answers, credit_by_pattern(REINFORCE, rewards[:, None])[:, 0])
-        estimate = (policy.table.detach() - before)[0, 0] / k["eta"]
+        first = first or {"exact": exact.tolist(),
+                          "estimate": ((policy.table.detach() - before)[0, 0] / k["eta"]).tolist()}  # fmt: skip
         paid.append(float(rewards.mean()))
         expected.append(float(probabilities(policy) @ REWARDS))
         far.append(float(pi @ (pi.log() - probabilities(policy).log())))
@@ -65,16 +66,17 @@ def compute(k: Values) -> Readout:
     steps = recorded({"rollout/reward": paid, "policy/kl_step": far, "optim/lr": [float(k["eta"])] * STEPS})
     return Readout(
         pictures=(
-            Bars("Policy after training", ACTIONS, {"policy": pi.tolist(), "reward": REWARDS.tolist()}, low=0, high=1),
+            Bars("Policy after training", ACTIONS, {"probability": pi.tolist(), "reward": REWARDS.tolist()},
+                 low=0, high=1),
             Curve(
                 "Expected reward by step", list(range(1, STEPS + 1)),
-                {"expected": expected, "moving mean of what was paid": ema.tolist()}, low=0, high=1,
+                {"expected": expected, "sampled, moving mean": ema.tolist()}, low=0, high=1,
             ),
-            Bars("Gradient of the last step", ACTIONS, {"exact": exact.tolist(), "estimate": estimate.tolist()}),
+            Bars("Gradient of the first step", ACTIONS, first),
         ),
         sentence=f"After {STEPS} steps the policy prefers **{ACTIONS[best]}** with probability "
         f"**{float(pi[best]):.2f}**, which pays **{float(REWARDS[best]):.1f}**; the best pays 0.9.",
-        values={"expected reward": expected[-1], "on the best": float(pi[2]), "entropy": entropy},
+        values={"expected reward": expected[-1], "probability of the best": float(pi[2]), "entropy": entropy},
         says=by_rules(steps, stage),
     )  # fmt: skip
 
@@ -88,14 +90,17 @@ LESSON = Lesson(
     minutes=6,
     question="Can a policy get better when nobody tells it which action was right, only how much its own action paid?",
     idea="""
-        The policy samples an action, gets a number for it, and raises the log-prob of what it did in proportion to that
-        number. On average this is the gradient of the expected reward. A single step is a guess: the estimate points
-        somewhere else than the exact gradient, which can be summed here because there are only five actions.
+        A policy is the model that is trained. Here it is one softmax over five actions; for a language model an action
+        is a token, or a whole answer. The policy samples an action, gets a reward for it, and raises the log-prob of
+        what it did in proportion to that reward. On average this is the gradient of the expected reward. A single step
+        is a guess: its estimate points somewhere else than the exact gradient, which can be computed here because there
+        are only five actions.
 
-        A small step averages the guesses. A large step believes the first one: it locks on whatever was sampled first,
-        and an action with probability near 0 is never tried again.
+        Many small steps average the guesses. One large step believes its guess: the policy becomes certain of what was
+        sampled first, and an action with probability near 0 is never tried again.
     """,
-    formula="grad E[r] = E[ r * grad log pi(action) ]        five actions pay .1 .3 .9 .4 .2",
+    formula="""grad E[r] = E[ r * grad log pi(action) ]        pi(action): its probability under the policy
+rewards r of the five actions: .1 .3 .9 .4 .2""",
     knobs=(
         Slider("eta", "step size", 0.5, 0.05, 60.0, log=True),
         Slider("samples", "samples a step", 8, 1, 32),

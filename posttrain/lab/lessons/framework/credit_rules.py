@@ -39,7 +39,11 @@ def compute(k: Values) -> Readout:
     return Readout(
         pictures=(
             Bars("Reward", NAMES, {"reward": rewards}, low=0, high=1, marks={"mean": mean}),
-            Bars("Credit: who compares", NAMES, {n: found[n] for n in ("REINFORCE", "centred", "RLOO", "GRPO")}),
+            Bars(
+                "Credit of each answer, by algorithm",
+                NAMES,
+                {n: found[n] for n in ("REINFORCE", "centred", "RLOO", "GRPO")},
+            ),
             Bars("Sum of the credit", tuple(found), {"sum over the three": [sum(x) for x in found.values()]}),
         ),
         sentence="All three are equal: whoever compares siblings says **nothing**, REINFORCE pushes all alike."
@@ -60,27 +64,28 @@ LESSON = Lesson(
     minutes=5,
     question="An answer was paid 0.5: is that a reason to say more of it?",
     idea="""
-        An algorithm is two pure functions: credit, and a loss. Credit turns rewards into pushes. REINFORCE takes the
-        reward as it is, so everything that was paid anything is pushed up. All others ask what was to be expected:
-        the mean of the siblings (centred, GRPO, Dr.GRPO), or the mean of the *other* siblings (RLOO). GRPO divides by
-        the standard deviation too.
+        An algorithm is two functions: credit, and a loss. Credit makes one number A of each answer's reward (papers say
+        advantage). The gradient of the answer's log-prob is multiplied by A: above 0 the answer is pushed up, below 0
+        down. REINFORCE takes the reward itself, so every answer with a reward is pushed up. All others subtract what
+        was to be expected, the baseline: the mean of the siblings (centred, GRPO, Dr.GRPO), or the mean of the *other*
+        siblings (RLOO). GRPO also divides by the standard deviation.
 
-        Where siblings are compared, credit sums to 0: what one gains the others lose. Where they are all equal, it is
-        exactly 0, whatever was paid.
+        Where siblings are compared, credit sums to 0: what one gains the others lose. If all rewards are equal, it is
+        exactly 0, whatever they are.
     """,
-    formula="A = (r - baseline) / scale",
+    formula="A = (r - baseline) / scale          r: reward of the answer",
     knobs=tuple(
         Slider(n, f"reward of the {n}", d, 0, 1, 0.05) for n, d in zip(NAMES, (1.0, 0.5, 0.0), strict=True)
     ),
     compute=compute,
     breaks=(
-        Break(dict.fromkeys(NAMES, 1.0), "1, 1, 1: every comparison gives 0.", "reward_is_constant"),
-        Break(dict.fromkeys(NAMES, 0.0), "0, 0, 0: REINFORCE is silent too.", "too_hard"),
+        Break(dict.fromkeys(NAMES, 1.0), "1, 1, 1: every comparison gives 0.", "reward_is_constant", "1, 1, 1"),
+        Break(dict.fromkeys(NAMES, 0.0), "0, 0, 0: REINFORCE is silent too.", "too_hard", "0, 0, 0"),
     ),
     claims=(
         Claim("RLOO over centred at three siblings: 3/2", "RLOO 2402.14740", 1.5,
               lambda: credit(RLOO, 1, 0, 0)[0] / credit(CENTRED, 1, 0, 0)[0]),
-        Claim("Rewards 1, .5, 0: GRPO's credit of the first, ddof 1", "house", 1.0, lambda: credit(GRPO, 1, 0.5, 0)[0]),
+        Claim("Rewards 1, .5, 0: GRPO's credit of the first", "0.5 / std 0.5", 1.0, lambda: credit(GRPO, 1, 0.5, 0)[0]),
     ),
     exercises=(
         AskNumber("Rewards 1, 0, 0: RLOO's credit of the first?", 1.0, why="1 minus the mean of the others, 0."),

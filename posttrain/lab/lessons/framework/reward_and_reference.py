@@ -57,8 +57,8 @@ def algorithm(beta: float) -> Algorithm:
     return replace(GRPO, pull=KL(coef=beta, estimator="k3", placement="loss") if beta else None)
 
 
-def train(k: Values) -> tuple[TabularPolicy, list[float], list[float], list[float]]:
-    """(policy, what was paid, what it was worth, KL to the reference) by step."""
+def train(k: Values) -> tuple[list[np.ndarray], list[float], list[float], list[float]]:
+    """(shares of the answers, what was paid for 16 of them, what these were worth, KL to the reference) by step."""
     a, policy, reference = (
         algorithm(float(k["beta"])),
         TabularPolicy(START[None, None]),
@@ -66,7 +66,7 @@ def train(k: Values) -> tuple[TabularPolicy, list[float], list[float], list[floa
     )
     made = torch.Generator().manual_seed(int(k["seed"]))
     trainer = ToyTrainer(a, policy, torch.optim.SGD(policy.parameters(), lr=1.0), SIBLINGS, int(k["seed"]))
-    paid, worth, far = list[float](), list[float](), list[float]()
+    shares, paid, worth, far = list[np.ndarray](), list[float](), list[float](), list[float]()
     with planted("kl_reversed" if k["reversed"] else None):
         for _ in range(STEPS):
             answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), SIBLINGS), made)
@@ -76,14 +76,19 @@ def train(k: Values) -> tuple[TabularPolicy, list[float], list[float], list[floa
             paid.append(float(rewards.mean()))
             worth.append(float(WORTH[answers.tokens_ET[:, 0].numpy()].mean()))
             now = torch.log_softmax(policy.table.detach()[0, 0], -1)
+            shares.append(now.exp().numpy())
             far.append(float((now.exp() * (now - torch.log_softmax(START, -1))).sum()))
-    return policy, paid, worth, far
+    return shares, paid, worth, far
 
 
 def compute(k: Values) -> Readout:
     read, reward = verdict(str(k["answer"]))
-    policy, paid, worth, far = train(k)
-    now = torch.softmax(policy.table.detach()[0, 0], -1).tolist()
+    shares, paid, worth, far = train(k)
+    now, reward_by_step, worth_by_step = (
+        shares[-1].tolist(),
+        [float(x @ PAID) for x in shares],
+        [float(x @ WORTH) for x in shares],
+    )
     stage = Reinforce(name="rl", algorithm=algorithm(float(k["beta"])))
     said = by_rules(recorded({"rollout/reward": paid, "rollout/truth": worth}), stage, "reward_without_truth")
     if k["reversed"]:
@@ -94,15 +99,18 @@ def compute(k: Values) -> Readout:
     hacked = now[4] > 0.5
     return Readout(
         pictures=(
-            Bars("What the policy says after training", SAYINGS,
-                 {"at the start": torch.softmax(START, -1).tolist(), "now": now}, low=0, high=1),
-            Curve("Paid, and really worth", list(range(1, STEPS + 1)), {"paid": paid, "worth": worth}, low=0, high=1),
+            Bars("What the policy answers", SAYINGS,
+                 {"at the start": torch.softmax(START, -1).tolist(), "after training": now}, low=0, high=1),
+            Curve("Mean reward, and true worth", list(range(1, STEPS + 1)),
+                  {"reward": reward_by_step, "true worth": worth_by_step}, low=0, high=1),
             Curve("Distance to the reference", list(range(1, STEPS + 1)), {"KL, nats": far}, low=0),
             Curve("Three estimates of the KL from one token", gaps.tolist(), curves, x_label="log pi - log ref"),
         ),
-        sentence=f"The verifier reads **{read}** in your answer and pays **{reward:.0f}**. After training the policy "
-        f"is paid **{paid[-1]:.2f}** and worth **{worth[-1]:.2f}**" + (": it walked into the hole." if hacked else "."),
-        values={"your reward": reward, "paid": paid[-1], "worth": worth[-1], "KL": far[-1], "the list": now[4]},
+        sentence=f"The verifier reads **{read}** in your answer: reward **{reward:.0f}**. After training the policy's "
+        f"mean reward is **{reward_by_step[-1]:.2f}** and its answers are truly worth **{worth_by_step[-1]:.2f}**"
+        + (": it has learned the list." if hacked else "."),
+        values={"your reward": reward, "mean reward": reward_by_step[-1], "true worth": worth_by_step[-1],
+                "KL": far[-1], "share of the list": now[4]},
         says=said,
     )  # fmt: skip
 
@@ -116,15 +124,19 @@ LESSON = Lesson(
     minutes=8,
     question="What keeps a policy from finding the hole in its reward?",
     idea="""
-        A verifier is a program that reads an answer and pays it. Here it takes the last integer. Every verifier has
-        holes: this one pays a list in which the right number merely occurs. Training finds what pays best, so it finds
-        the hole, however rare it was.
+        A verifier is a program that reads an answer and gives a reward. The one beside takes the last integer: type an
+        answer. Verifiers have holes. In the training below a list that counts up to 12 gets 1.0 and a right answer 0.8,
+        although a list is worth nothing. Training finds what gets most reward, however rare it was.
 
-        A reference is a frozen copy of the policy at the start. The KL term pulls the policy back to it with weight
-        beta. At 0 nothing holds it; far too high it cannot learn. The order of the two arguments matters: reversed,
-        the term has another gradient.
+        The reference is a frozen copy of the policy at the start. The KL term pulls the policy back to it with weight
+        beta. At 0 nothing holds it; far too high it cannot learn. KL(pi || ref) is not KL(ref || pi): with the
+        arguments exchanged the gradient is wrong.
+
+        From one token the KL is estimated in three ways. k1 is right on average and may be negative; k2 never is, and
+        is not exact; k3 is both right on average and never negative.
     """,
-    formula="reward - beta * KL(pi || ref)        k1 = x   k2 = x^2/2   k3 = exp(-x) - 1 + x,   x = log pi - log ref",
+    formula="""reward - beta * KL(pi || ref)
+k1 = x     k2 = x^2 / 2     k3 = exp(-x) - 1 + x          x = log pi(token) - log ref(token)""",
     knobs=(
         TextInput("answer", "your answer to <3+4+5>", "let me think... 12#"),
         Slider("beta", "beta, weight of the KL", 1.0, 0, 3, 0.1),
@@ -134,17 +146,17 @@ LESSON = Lesson(
     compute=compute,
     pace="release",
     breaks=(
-        Break({"beta": 0.0}, "Nothing holds the policy: it lists numbers, is paid more, and is worth nothing.",
-              "reward_without_truth"),
-        Break({"reversed": True}, "The KL with its arguments reversed has another gradient.",
-              "agrees_on_synthetic_batch"),
+        Break({"beta": 0.0}, "Nothing holds the policy: it lists numbers. The reward rises, the true worth falls to 0.",
+              "reward_without_truth", "beta 0"),
+        Break({"reversed": True}, "With the arguments exchanged the gradient is wrong. Here the curves even look "
+              "good: only a check tells.", "agrees_on_synthetic_batch", "KL reversed"),
     ),
     claims=(
-        Claim("12# is paid", "curriculum 03", 1.0, lambda: verdict("12#")[1]),
-        Claim("120# is paid", "curriculum 03", 0.0, lambda: verdict("120#")[1]),
+        Claim("Reward of 12#", "curriculum 03", 1.0, lambda: verdict("12#")[1]),
+        Claim("Reward of 120#", "curriculum 03", 0.0, lambda: verdict("120#")[1]),
     ),
     exercises=(
-        AskKnobs("Make the verifier pay 0.", "your reward", None, 0, {"answer": "12 or 13#"}),
+        AskKnobs("Type an answer that holds 12 and gets reward 0.", "your reward", None, 0, {"answer": "12 or 13#"}),
         AskNumber("x = log pi - log ref = 0.1: what is k3?", 0.00484, why="exp(-0.1) - 1 + 0.1."),
         AskChoice("beta is very large. What happens?",
                   ("It learns faster", "It stays at the reference", "The reward falls below the start"), 1,

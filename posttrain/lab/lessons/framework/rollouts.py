@@ -44,29 +44,28 @@ def reward(answers: Answers) -> np.ndarray:
 
 
 def drift(recompute: bool, seed: int) -> tuple[list[float], tuple[Speech, ...]]:
-    """(mean squared ratios of the last step by update, what a run says) of a training of six steps with
-    four updates each. With `recompute` the old log-probs are those of the policy of now."""
+    """(distance from the old log-probs at each update of the last step, what a run says) of a training of six steps
+    with four updates each. With `recompute` the old log-probs are those of the policy of now."""
     policy, made = sum_policy(12, 0.4), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    moved, ratios, sizes = list[float](), list[float](), list[float]()
+    moved, last, sizes = list[float](), list[float](), list[float]()
     for _ in range(STEPS):
         answers = ask(policy, siblings(PROMPT, 8), made)
         credit = credit_by_pattern(GRPO, reward(answers)[None]).ravel()
-        start, squares, far = logp_of(policy, answers), list[float](), 0.0
+        start, far = logp_of(policy, answers), list[float]()
         for _ in range(UPDATES):
             old = logp_of(policy, answers) if recompute else start
             loss, gauges = loss_of(GRPO, batch_of(GRPO, answers, credit, 8, old, start), policy, answers)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            squares.append(gauges["policy/ratio_square"].mean)
-            far += gauges["policy/kl_start"].mean / UPDATES
-        moved.append(far)
-        ratios = squares if credit.any() else ratios
+            far.append(gauges["policy/kl_start"].mean)
+        moved.append(float(np.mean(far)))
+        last = far if credit.any() else last
         sizes.append(float(np.abs(credit).mean()))
     steps = {"policy/kl_start": moved, "optim/steps": [float(UPDATES)] * STEPS, "credit/advantage_abs": sizes}
     stage = Reinforce(name="rl", algorithm=GRPO, epochs=UPDATES)
-    return ratios, by_rules(recorded(steps), stage, "old_policy_is_the_new_one")
+    return last, by_rules(recorded(steps), stage, "old_policy_is_the_new_one")
 
 
 def compute(k: Values) -> Readout:
@@ -75,24 +74,24 @@ def compute(k: Values) -> Readout:
     rewards = reward(answers)
     rows = {
         f"sibling {i + 1}, reward {r:.0f}": [
-            TextTile(text(t[None]), "good" if r else "bad", float(p), note="log-prob when it was said")
+            TextTile(text(t[None]), "good" if r else "bad", round(float(p), 3), note="log-prob when it was said")
             for t, p in zip(answers.tokens_ET[i], answers.mu_ET[i], strict=True)
         ]
         for i, r in enumerate(rewards[:8])
     }
     groups = [reward(sample(k, made, float(k["skill"]))) for _ in range(200)]
     silent = float(np.mean([g.max() == g.min() for g in groups]))
-    ratios, said = drift(bool(k["recompute"]), int(k["seed"]))
+    far, said = drift(bool(k["recompute"]), int(k["seed"]))
     return Readout(
         pictures=(
-            Tiles("Answers to <3+4+5>, with the log-prob of each token", rows,
+            Tiles("Answers to <3+4+5>; below each token its log-prob", rows,
                   {"good": "right", "bad": "wrong"}),
-            Curve("Mean squared ratio over the updates of one step", list(range(1, UPDATES + 1)), {"ratio^2": ratios},
-                  x_label="update", low=0.9),
+            Curve("How far the loss sees the policy move from the one that sampled", list(range(1, UPDATES + 1)),
+                  {"KL, nats": far}, x_label="update on the same rollouts", low=0),
         ),
         sentence=f"**{rewards.mean():.0%}** of these siblings are right (std **{rewards.std():.2f}**). Of 200 such "
-        f"groups **{silent:.0%}** have one reward for all and teach nothing.",
-        values={"mean": float(rewards.mean()), "silent groups": silent, "ratio at the last update": ratios[-1]},
+        f"groups **{silent:.0%}** are silent: one reward for all.",
+        values={"mean": float(rewards.mean()), "silent groups": silent, "moved at the last update": far[-1]},
         says=said,
     )  # fmt: skip
 
@@ -106,14 +105,18 @@ LESSON = Lesson(
     minutes=7,
     question="What must be kept of an answer at the moment it is sampled?",
     idea="""
-        A rollout is an answer that the policy sampled. Several answers to one prompt are siblings. Training needs the
-        log-prob of every token *as it was when the token was drawn*, under the temperature that it was drawn with: the
-        loss compares it with the log-prob of the policy that has moved since. Computed again later, it is the policy's
-        own, every ratio is 1 for ever, and no trust region acts.
+        A rollout is an answer that the policy sampled. Several optimizer steps (updates) learn from the same rollouts,
+        so the policy moves away from the one that sampled them. The loss must know how far: it compares each token's
+        log-prob of now with the one *at the moment when the token was drawn*, at the same temperature. Their ratio
+        starts at 1. If the old log-prob is computed again after each update, both are the same, the ratio stays 1, and
+        nothing stops a token that has gone too far.
 
-        Siblings with one reward teach nothing. At a low temperature with few siblings that is nearly all of them.
+        Several answers to one prompt are siblings, a group. They are compared with one another (page 04): if all have
+        one reward, the group is silent and teaches nothing. At a low temperature with few siblings nearly all groups
+        are silent.
     """,
-    formula="ratio_t = exp( log pi_now(token) - log pi_then(token) )",
+    formula="""ratio_t = exp( log pi_now(token) - log pi_then(token) )
+the prompt <3+4+5> asks for a sum; an answer ends with #; right is 12#""",
     knobs=(
         Slider("K", "K, siblings", 4, 2, 16),
         Slider("temperature", "temperature", 1.0, 0.1, 2.0, 0.1),
@@ -124,18 +127,20 @@ LESSON = Lesson(
     compute=compute,
     pace="release",
     breaks=(
-        Break({"recompute": True}, "The ratio is 1 at every update: the policy is compared with itself.",
-              "old_policy_is_the_new_one"),
-        Break({"temperature": 0.1, "K": 2}, "Nearly all groups have one reward: nothing is learned from them.", None),
+        Break({"recompute": True}, "The policy is compared with itself: the distance is 0 and the ratio 1 at every "
+              "update, although the policy moves.", "old_policy_is_the_new_one", "old log-probs computed again"),
+        Break({"temperature": 0.1, "K": 2}, "Nearly all groups have one reward: nothing is learned from them.", None,
+              "temperature 0.1, two siblings"),
     ),
     claims=(
-        Claim("Share of silent groups, p = .9, K = 4", "curriculum 13", 0.656, lambda: 0.9**4 + 0.1**4, within=0.005),
+        Claim("Silent groups of 4 siblings, each right with probability .9", "curriculum 13", 0.656,
+              lambda: 0.9**4 + 0.1**4, within=0.005),
     ),
     exercises=(
-        AskNumber("Two siblings, each right with probability 1/2: how many of all groups are silent?", 0.5,
+        AskNumber("Two siblings, each right with probability 1/2: which share of the groups is silent?", 0.5,
                   why="Both right or both wrong: 1/4 + 1/4."),
         AskKnobs("Bring the share of silent groups below 5 %.", "silent groups", None, 0.05, {"K": 16}),
-        AskChoice("Which log-prob belongs into the ratio's denominator?",
+        AskChoice("Which log-prob is `pi_then` in the ratio?",
                   ("The one at sampling", "The one after the update", "That of the most probable token"), 0,
                   why="It says under which policy the token was drawn."),
     ),

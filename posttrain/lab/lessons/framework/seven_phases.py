@@ -87,7 +87,7 @@ def compute(k: Values) -> Readout:
     words = [["filled" if x else "" for x in row] for row in there]
     rows = {
         f"answer {i + 1}": [
-            TextTile(text(t[None]), "plain", float(x), note="log-prob at sampling")
+            TextTile(text(t[None]), "plain", round(float(x), 3), note="log-prob at sampling")
             for t, x in zip(reached.answers.tokens_ET[i], reached.answers.mu_ET[i], strict=True)
         ]
         for i in range(G)
@@ -119,7 +119,7 @@ LESSON = Lesson(
     minutes=5,
     question="In which order does a step make its numbers, and who needs what?",
     idea="""
-        A step is a sentence: ask, answer, judge, score, credit, pack, learn, publish. The controller calls the roles in
+        A step has an order: ask, answer, judge, score, credit, pack, learn, publish. The controller calls the roles in
         this order and sees no logit, no weight and no task. Each phase makes numbers that later ones read: no credit
         without rewards, no KL term without the reference's log-probs, no new samples without published weights.
 
@@ -137,7 +137,7 @@ LESSON = Lesson(
         Break({"phase": 6, "scored": False}, "The loss has a KL term, and nobody asked the reference.",
               "the reference is missing"),
     ),
-    claims=(Claim("Numbers that a step makes for each token before it learns", "house", 7,
+    claims=(Claim("Numbers that a step makes for each token before it learns", "counted", 7,
                   lambda: float(sum(len(FILLED[p]) for p in range(5))), within=0),),
     exercises=(
         AskNumber("Which phase makes the advantage?", 4, within=0.01, why="Credit, after rewards and scores."),

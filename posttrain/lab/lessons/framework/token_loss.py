@@ -114,7 +114,8 @@ LESSON = Lesson(
         The trainer is the only place with a backward pass. It takes any loss as a function: it cuts gradients at norm
         1, and splits a batch without changing the sum, because weights were normalised before the split.
     """,
-    formula="loss = sum_t w_t ( -sg[push_t] A log pi_t + beta ( ref/pi - 1 - log ref/pi ) )",
+    formula="""loss = sum_t w_t ( -sg[push_t] A log pi_t + beta ( ref/pi - 1 - log ref/pi ) )
+w_t weight of a token, A credit, push_t the clipped ratio, sg: no gradient flows through it""",
     knobs=(
         Toggle("old", "compare with the policy that sampled (ratio and clip)", True),
         Toggle("reference", "pull towards the reference (KL)", True),

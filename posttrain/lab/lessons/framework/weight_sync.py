@@ -101,9 +101,9 @@ LESSON = Lesson(
     question="What if the sampler gets new weights only every few steps?",
     idea="""
         The trainer changes the weights; the sampler needs them. Sending them takes time, so it is tempting to do it
-        less often. Then answers come from an older policy. The ratio of the two grows, the clip silences more and more
-        tokens, and what is left learns more slowly. If nobody compares with the sampler, old samples count as new, and
-        training can break.
+        less often. Then answers come from an older policy. The ratio of the two grows. Where it leaves [0.8, 1.2] a
+        token is no longer pushed (the clip), and what is left learns more slowly. If nobody compares with the sampler,
+        old samples count as new, and training can break.
 
         So weights have versions, every token carries the version that said it, and each step checks that the versions
         are those that were promised.

@@ -65,7 +65,7 @@ def compute(k: Values) -> Readout:
         ("attention scores", f"[{b}, {h}, {t}, {t}]", float(b * h * t * t)),
         ("logits", f"[{b}, {t}, {v}]", float(b * t * v)),
     )
-    side = min(t, 10)
+    side = min(t, 8)
     mask = np.tril(np.ones((side, side)))
     return Readout(
         pictures=(
@@ -83,7 +83,7 @@ def compute(k: Values) -> Readout:
                 [str(i) for i in range(side)],
                 [str(i) for i in range(side)],
                 mask.tolist(),
-                [["reads" if x else "" for x in row] for row in mask],
+                [["x" if x else "" for x in row] for row in mask],
                 low=0,
                 high=1,
             ),

@@ -86,9 +86,9 @@ LESSON = Lesson(
     question="Before RL is started: is this task neither too hard nor too easy?",
     idea="""
         GRPO learns from differences between siblings. If the policy is nearly never right, or nearly always, all
-        siblings of a prompt have one reward, and the group is dead. Sample fifty answers first and count: between 10
-        and 80 percent right is productive, below 5 percent nothing will be learned, above 95 percent nothing is left to
-        learn. More siblings make fewer dead groups.
+        siblings of a prompt have one reward, and the group is dead (silent). Sample fifty answers first and count:
+        between 10 and 80 percent right is productive, below 5 percent nothing will be learned, above 95 percent nothing
+        is left to learn. More siblings make fewer dead groups.
     """,
     formula="dead = p^K + (1 - p)^K            signal of a prompt ~ p (1 - p)",
     knobs=(
@@ -98,8 +98,8 @@ LESSON = Lesson(
     ),
     compute=compute,
     breaks=(
-        Break({"p": 0.0}, "Nothing is right: every group is dead.", "too_hard"),
-        Break({"p": 1.0}, "Everything is right: every group is dead.", "reward_is_constant"),
+        Break({"p": 0.0}, "Nothing is right: every group is dead.", "too_hard", "nothing right"),
+        Break({"p": 1.0}, "Everything is right: every group is dead.", "reward_is_constant", "all right"),
     ),
     claims=(
         Claim("Dead groups at p = .05, K = 8", "p^K + (1-p)^K", 0.663, lambda: float(

@@ -56,7 +56,7 @@ def compute(k: Values) -> Readout:
     plain = taught()[after].exp().tolist()
     now = spread(after, sampling).probabilities()[0].double()
     now = (now / now.sum()).tolist()
-    entropy = float(-sum(p * np.log(p) for p in now if p > 0))
+    entropy = float(sum(p * -np.log(p) for p in now if 0 < p < 1))
     text, likely = sentence_of(k)
     tiles = [
         TextTile("_" if c == " " else c, "plain", None, float(p), f"probability {p:.2f}")
@@ -73,7 +73,9 @@ def compute(k: Values) -> Readout:
                 high=1,
             ),
             Tiles(
-                "What the sampler says, one character after the other", {"": tiles}, {"plain": "darker: more probable"}
+                "What the sampler says, one character after the other",
+                {"": tiles},
+                {"plain": "darker: more probable; _ is a space"},
             ),
         ),
         sentence=f"After **{k['after']}** the sampler has **{entropy:.2f}** nats of choice. It wrote {len(set(text))} "
@@ -101,8 +103,8 @@ LESSON = Lesson(
         first: below 1 the probable becomes more probable, above 1 all become alike. Top-p keeps the most probable
         tokens until their sum reaches p, and drops the rest.
 
-        For training, the log-prob must be that of the distribution that was really drawn from, so the contract of
-        sampling is kept with each answer. Always taking the most probable token explores nothing: it is refused.
+        For training, the log-prob must be that of the distribution that was really drawn from, so these settings are
+        kept with each answer. Always taking the most probable token explores nothing: it is refused.
     """,
     formula="p = softmax(logits / temperature), then only the smallest set with sum >= top_p",
     knobs=(

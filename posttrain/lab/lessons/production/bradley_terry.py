@@ -70,19 +70,22 @@ def fit(pairs: list[AnswerPair], eta: float) -> tuple[np.ndarray, list[float]]:
     return score.detach().numpy(), losses
 
 
-def optimise(score: np.ndarray, beta: float, seed: int) -> tuple[np.ndarray, list[float], list[float]]:
-    """(policy at the end, learned reward by step, true worth by step) of RLOO on the learned score with this KL."""
+def optimise(score: np.ndarray, beta: float, seed: int) -> tuple[list[np.ndarray], list[float], list[float]]:
+    """(policy, mean of 16 learned rewards, mean of their true worth) by step, of RLOO on the learned score with this
+    KL."""
     a = replace(RLOO, pull=KL(coef=beta, estimator="k1", placement="reward") if beta else None)
     policy, reference = TabularPolicy(START.log()[None, None]), TabularPolicy(START.log()[None, None])
     trainer = ToyTrainer(a, policy, torch.optim.SGD(policy.parameters(), lr=0.3), SIBLINGS, seed)
     made, learned, worth = torch.Generator().manual_seed(seed), list[float](), list[float]()
+    policies = list[np.ndarray]()
     for _ in range(STEPS):
         answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), SIBLINGS), made)
         said, base = answers.tokens_ET[:, 0].numpy(), logp_of(reference, answers)
         learned.append(float(score[said].mean()))
         worth.append(float(TRUE[said].mean()))
         trainer.step(answers, credit_in_full(a, score[said][None], answers, base), base)
-    return torch.softmax(policy.table.detach()[0, 0], -1).numpy(), learned, worth
+        policies.append(torch.softmax(policy.table.detach()[0, 0], -1).numpy())
+    return policies, learned, worth
 
 
 def agreement(score: np.ndarray) -> float:
@@ -94,30 +97,31 @@ def agreement(score: np.ndarray) -> float:
 def compute(k: Values) -> Readout:
     pairs = comparisons(int(k["count"]), int(k["seed"]))
     score, losses = fit(pairs, float(k["eta"]))
-    policy, learned, worth = optimise(score, float(k["beta"]), int(k["seed"]))
+    policies, learned, worth = optimise(score, float(k["beta"]), int(k["seed"]))
     steps = list(range(1, STEPS + 1))
     said = by_rules(
         recorded({"rollout/reward": learned, "rollout/truth": worth}),
         Reinforce(name="rl", algorithm=RLOO),
         "reward_without_truth",
     )
-    shifted = (score - score.mean()).tolist()
+    shifted = score - score.mean() + TRUE.mean()  # only differences are learned
+    reward, truly = ([float(p @ x) for p in policies] for x in (shifted, TRUE))
     return Readout(
         pictures=(
-            Bars("Score of each response, mean 0", NAMES, {"true": (TRUE - TRUE.mean()).tolist(), "learned": shifted}),
+            Bars("Score of each response", NAMES, {"true": TRUE.tolist(), "learned": shifted.tolist()}),
             Curve("Loss of the reward model", list(range(60)), {"loss": losses}, low=0),
             Bars(
-                "What the policy says",
+                "How often the policy gives each response",
                 NAMES,
-                {"at the start": START.tolist(), "optimised": policy.tolist()},
+                {"at the start": START.tolist(), "trained": policies[-1].tolist()},
                 low=0,
                 high=1,
             ),
-            Curve("Learned reward and true worth", steps, {"learned": learned, "true": worth}),
+            Curve("The policy's mean score while it trains", steps, {"true": truly, "learned": reward}),
         ),
         sentence=f"From **{k['count']}** comparisons the model orders **{agreement(score):.0%}** of the pairs rightly. "
-        f"Optimised, the policy is truly worth **{np.mean(worth[-8:]):.2f}** of 2.5.",
-        values={"agreement": agreement(score), "loss": losses[-1], "true worth": float(np.mean(worth[-8:]))},
+        f"Trained on its scores, the policy is truly worth **{truly[-1]:.2f}**; the best response is worth 2.5.",
+        values={"agreement": agreement(score), "loss": losses[-1], "true worth": truly[-1]},
         says=said,
     )
 
@@ -129,19 +133,19 @@ LESSON = Lesson(
     part="production",
     force="signal",
     minutes=8,
-    question="What does a model of people's taste know, and what happens if it is taken at its word?",
+    question="What does a model of people's taste know, and what happens if a policy is trained hard on it?",
     idea="""
-        People say which of two responses is better. Bradley and Terry's model gives each response a score; the
-        probability that one is preferred is the sigmoid of the difference. Only differences are learned, so adding the
-        same to all scores changes nothing.
+        People say which of two responses is better. A reward model learns from that. Bradley and Terry's model gives
+        each response a score; the probability that one is preferred is the sigmoid of the difference. Only differences
+        are learned, so adding the same number to all scores changes nothing.
 
-        Then a policy is trained on these scores. Where there were few comparisons they are wrong, and a policy that is
-        not held back (beta towards 0) goes all the way to the response whose score is most overrated.
+        Then a policy is trained with these scores as rewards. After few comparisons the scores are wrong. A policy that
+        the KL does not hold back (beta near 0) ends at the response whose score is too high, whatever it is worth.
     """,
     formula="P(i better than j) = sigmoid(s_i - s_j)          loss = -log sigmoid(s_chosen - s_rejected)",
     knobs=(
         Slider("count", "comparisons", 200, 2, 500, log=True),
-        Slider("eta", "step size", 1.0, 0.1, 5.0, log=True),
+        Slider("eta", "step size of the reward model", 1.0, 0.1, 5.0, log=True),
         Slider("beta", "beta, weight of the KL", 0.2, 0, 2, 0.1),
         Slider("seed", "seed", 0, 0, 20),
     ),

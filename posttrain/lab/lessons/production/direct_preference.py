@@ -43,8 +43,7 @@ def policies(shared: bool) -> tuple[TablePolicy, TablePolicy, AnswerPair]:
 def pair_loss(a: PreferenceAlgorithm, h: float) -> float:
     """The loss of a pair whose implicit gap is h nats."""
     x = torch.tensor([h], dtype=torch.float64)
-    scale = a.beta if a.link == DPO.link else 1.0
-    return float(link(a.link, Margins(scale * x, scale * x, 0 * x, a.beta))[0])
+    return float(link(a.link, Margins(a.beta * x, a.beta * x, 0 * x, a.beta))[0])
 
 
 def probabilities(policy: TablePolicy, pair: AnswerPair) -> tuple[float, float]:
@@ -61,19 +60,20 @@ def compute(k: Values) -> Readout:
     steps = 80
     path = descend(a, policy, reference, [pair], steps=steps, lr=float(k["eta"]))
     after = probabilities(policy, pair)
-    gaps = np.linspace(-10, 20, 61)
-    curves = {n: [pair_loss(replace(x, beta=0.1), float(h)) for h in gaps] for n, x in ALGORITHMS.items()}
+    gaps = np.linspace(-1, 2, 61) / a.beta
+    curves = {n: [pair_loss(replace(x, beta=a.beta), float(h)) for h in gaps] for n, x in ALGORITHMS.items()}
     # The squared loss of IPO is drawn in units of its value at no gap, so that all fit one axis.
     curves = {n: [y / ys[20] for y in ys] for n, ys in curves.items()}
     fell = after[0] < before[0] and after[1] < before[1]
     final = gap(policy, reference, pair)
     return Readout(
         pictures=(
-            Bars("Probability of each answer", ("chosen", "rejected"),
+            Bars("Probability of each answer",
+                 ("chosen: a a #", "rejected: a #") if k["shared"] else ("chosen", "rejected"),
                  {"before": list(before), "after": list(after)}, low=0),
-            Curve("Implicit gap while it trains", list(range(steps + 1)), {"gap": path}, y_label="nats"),
-            Curve("Loss of a pair by its gap, beta .1, 1 at no gap", gaps.tolist(), curves, x_label="gap, nats", low=0,
-                  high=3, at=min(max(final, -10), 20)),
+            Curve("Gap while it trains", list(range(steps + 1)), {"gap": path}, y_label="nats"),
+            Curve("Loss of a pair by its gap, in units of the loss at no gap", gaps.tolist(), curves,
+                  x_label="gap, nats (the line: after training)", low=0, high=3, at=final),
         ),
         sentence=f"After {steps} steps the gap is **{final:.2f}** nats. The chosen answer went from "
         f"**{before[0]:.3f}** to **{after[0]:.3f}**, the rejected one from **{before[1]:.3f}** to **{after[1]:.3f}**"
@@ -91,16 +91,18 @@ LESSON = Lesson(
     minutes=8,
     question="Can a preference be learned without a reward model, and why do both probabilities fall?",
     idea="""
-        People compared two answers. DPO reads the policy itself as a reward model: the reward of an answer is how much
-        its log-prob has risen over the reference's. The loss asks for a large gap between the chosen and the rejected
-        answer, and for nothing else. Where both share tokens, the cheapest way to a larger gap can be to lower both,
-        the rejected one faster.
+        People compared two answers. DPO needs no reward model (page 15): it reads the policy itself as one. The reward
+        of an answer is how much its log-prob has risen over the reference's. The loss asks for a large gap between the
+        chosen and the rejected answer, and for nothing else. A larger beta is content with a smaller gap.
 
-        DPO's loss has no minimum on one clean pair: ten times the steps add a constant to the gap. IPO's has one, at
-        1 / (2 beta).
+        Here the chosen answer is `a a #` and the rejected one `a #`, and one softmax gives the token at every place.
+        The gap grows only if `a` becomes likelier. That takes probability from `#`, which ends both: both fall.
+
+        DPO's loss has no minimum where the gap can grow: ten times the steps add a constant to it. IPO's has one, at 1
+        / (2 beta), and SLiC's is 0 from 1 / beta on.
     """,
     formula="""-log sigmoid( beta * gap )     gap = log pi/ref (chosen) - log pi/ref (rejected)
-IPO: (gap - 1 / (2 beta))^2""",
+IPO: (gap - 1 / (2 beta))^2          SLiC: max(0, 1 - beta * gap)""",
     knobs=(
         Options("algorithm", "algorithm", "DPO", tuple(ALGORITHMS)),
         Slider("beta", "beta", 0.5, 0.05, 2.0, log=True),
@@ -111,12 +113,13 @@ IPO: (gap - 1 / (2 beta))^2""",
     pace="release",
     breaks=(
         Break({"algorithm": "DPO", "eta": 20.0, "beta": 0.05, "shared": True},
-              "The gap grows on and on while both answers lose nearly all of their probability.", None),
+              "The gap stops at 0.36, where nothing but `a` is said: both answers have lost nearly all of their "
+              "probability, because neither can end.", None),
     ),
     claims=(
         Claim("IPO's minimum at beta .1, nats", "2310.12036", 5.0,
               lambda: descend(IPO, *policies(False)[:2], [APART], steps=400, lr=0.1)[-1]),
-        Claim("DPO's gap after 10 times the steps: more by ln 10 / beta", "F.2", np.log(10) / 0.1,
+        Claim("DPO's gap after 10 times the steps: more by", "ln 10 / beta", np.log(10) / 0.1,
               lambda: (lambda x: x[-1] - x[40])(descend(DPO, *policies(False)[:2], [APART], steps=400, lr=100.0)),
               within=0.05),
     ),

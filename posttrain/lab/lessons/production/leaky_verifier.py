@@ -27,7 +27,7 @@ from posttrain.toy.policies import TabularPolicy
 from posttrain.toy.training import ToyTrainer, credit_by_pattern
 from posttrain.web.picture import Bars, Curve
 
-WAYS = ("works", "works, and says the phrase", "says the phrase alone")
+WAYS = ("works it out", "works it out, says the phrase", "says the phrase alone")
 RIGHT = np.array([0.7, 0.7, 0.1])
 PHRASE = np.array([0.0, 1.0, 1.0])
 START = np.array([0.55, 0.4, 0.05])
@@ -40,12 +40,12 @@ def expected(rho: float, price: float) -> np.ndarray:
     return RIGHT + (1 - RIGHT) * PHRASE * rho - price * np.array([1.0, 1.0, 0.0])
 
 
-def train(k: Values) -> tuple[np.ndarray, list[float], list[float]]:
-    """(shares of the three ways at the end, what was paid, what was right) by step."""
+def train(k: Values) -> tuple[list[np.ndarray], list[float], list[float]]:
+    """(shares of the three ways, mean reward of 16 answers, share of them that is right) by step."""
     made, rng = torch.Generator().manual_seed(int(k["seed"])), np.random.default_rng(int(k["seed"]))
     policy = TabularPolicy(torch.tensor(START).log()[None, None])
     trainer = ToyTrainer(PLAIN, policy, torch.optim.SGD(policy.parameters(), lr=2.0), SIBLINGS, int(k["seed"]))
-    paid, right = list[float](), list[float]()
+    shares, paid, right = list[np.ndarray](), list[float](), list[float]()
     for _ in range(STEPS):
         answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), SIBLINGS), made)
         way = answers.tokens_ET[:, 0].numpy()
@@ -55,13 +55,15 @@ def train(k: Values) -> tuple[np.ndarray, list[float], list[float]]:
         trainer.step(answers, credit_by_pattern(PLAIN, np.round(rewards, 6)[None]).ravel())
         paid.append(float(rewards.mean()))
         right.append(float(good.mean()))
-    return torch.softmax(policy.table.detach()[0, 0], -1).numpy(), paid, right
+        shares.append(torch.softmax(policy.table.detach()[0, 0], -1).numpy())
+    return shares, paid, right
 
 
 def compute(k: Values) -> Readout:
-    now, paid, right = train(k)
-    steps = list(range(1, STEPS + 1))
-    smooth = np.convolve(right, np.ones(8) / 8, "valid")
+    shares, paid, right = train(k)
+    now, steps = shares[-1], list(range(STEPS + 1))
+    each = expected(float(k["rho"]), float(k["price"]))
+    reward, truth = ([float(p @ x) for p in (START, *shares)] for x in (each, RIGHT))
     said = by_rules(
         recorded({"rollout/reward": paid, "rollout/truth": right}),
         Reinforce(name="rl", algorithm=PLAIN),
@@ -69,21 +71,17 @@ def compute(k: Values) -> Readout:
     )
     return Readout(
         pictures=(
-            Curve(
-                "What is paid, and what is right", steps, {"paid": paid, "right (held out)": right}, low=-0.3, high=1
-            ),
+            Curve("Mean reward, and share of right answers", steps, {"reward": reward, "right (held out)": truth},
+                  low=0, high=1),
             Bars("How the policy answers", WAYS, {"at the start": START.tolist(), "now": now.tolist()}, low=0, high=1),
-            Bars(
-                "What each way is paid on average",
-                WAYS,
-                {"paid": expected(float(k["rho"]), float(k["price"])).tolist(), "right": RIGHT.tolist()},
-            ),
+            Bars("Each way: its mean reward, and how often it is right", WAYS,
+                 {"reward": each.tolist(), "right": RIGHT.tolist()}),
         ),
-        sentence=f"Paid **{np.mean(paid[:8]):.2f}** at first and **{np.mean(paid[-8:]):.2f}** now; right "
-        f"**{np.mean(right[:8]):.2f}** at first and **{smooth[-1]:.2f}** now.",
-        values={"paid": float(np.mean(paid[-8:])), "right": float(smooth[-1]), "phrase alone": float(now[2])},
+        sentence=f"Mean reward **{reward[0]:.2f}** at first and **{reward[-1]:.2f}** after training; right answers "
+        f"**{truth[0]:.0%}** at first and **{truth[-1]:.0%}** after training.",
+        values={"reward": reward[-1], "right": truth[-1], "phrase alone": float(now[2])},
         says=said,
-    )
+    )  # fmt: skip
 
 
 LESSON = Lesson(
@@ -95,29 +93,42 @@ LESSON = Lesson(
     minutes=7,
     question="The reward rises: are the answers better?",
     idea="""
-        A verifier that runs is never perfect. Here a phrase fools it: of the wrong answers with the phrase a share rho
-        is paid. At the start right answers often have the phrase too, so it looks harmless. Working costs length. With
-        a large leak, saying the phrase alone pays best, so that is what is learned: the reward rises, and fewer answers
-        are right.
+        No verifier is perfect. This one has a leak: of the wrong answers that hold a certain phrase it accepts a share
+        rho. At the start right answers often hold the phrase too, so it looks harmless. To work the answer out takes
+        many tokens, for which a price is taken off the reward. With a large leak the phrase alone gets the most reward,
+        so that is what is learned: the reward rises, and fewer answers are right.
 
-        Only something that is measured and *not* paid can tell: another verifier, or a judge that was held out.
+        Only something that is measured and is *not* the reward can tell: another verifier, or a judge that was held
+        out.
     """,
-    formula="paid = right + (1 - right) * phrase * rho - price of working",
+    formula="reward = right + (1 - right) * phrase * rho - price of working it out",
     knobs=(
         Slider("rho", "rho, the leak", 0.2, 0, 1, 0.05),
-        Slider("price", "price of working", 0.2, 0, 0.5, 0.05),
+        Slider("price", "price of working it out", 0.2, 0, 0.5, 0.05),
         Slider("seed", "seed", 0, 0, 10),
     ),
     compute=compute,
     pace="release",
-    breaks=(Break({"rho": 1.0, "price": 0.3}, "What is paid rises, what is right falls.", "reward_without_truth"),),
+    breaks=(
+        Break(
+            {"rho": 1.0, "price": 0.3}, "The reward rises, the share of right answers falls.", "reward_without_truth"
+        ),
+    ),
     claims=(
         Claim(
-            "The phrase alone, rho .5: paid", ".1 + .9 * .5", 0.55, lambda: float(expected(0.5, 0.2)[2]), within=0.001
+            "The phrase alone, rho .5: mean reward",
+            ".1 + .9 * .5",
+            0.55,
+            lambda: float(expected(0.5, 0.2)[2]),
+            within=0.001,
         ),
     ),
     exercises=(
-        AskNumber("rho = 0.5, price 0: what does working with the phrase earn?", 0.85, why=".7 + .3 * .5."),
+        AskNumber(
+            "rho = 0.5, price 0: what is the mean reward of working it out and saying the phrase?",
+            0.85,
+            why=".7 + .3 * .5.",
+        ),
         AskKnobs(
             "Make the policy say the phrase alone in nine of ten answers.",
             "phrase alone",

@@ -102,8 +102,10 @@ def compute(k: Values) -> Readout:
             f"{a.name}: {changed}", "good" if a is best else "plain", None, () if branch is None else (branch,)
         )
     assert branch is not None
-    own = ticks(best)
-    table = [[w, o] for w, o in zip(wanted, own, strict=True)]
+    table = [
+        [str(k[name]), {v: words for words, v in choices.items()}.get(own, own)]
+        for (name, _, choices), own in zip(ASKED, ticks(best), strict=True)
+    ]
     return Readout(
         pictures=(
             Matrix(
@@ -115,13 +117,13 @@ def compute(k: Values) -> Readout:
                 low=0,
                 high=1,
             ),
-            Tree(f"How {best.name} came to be, a patch at a time", branch),
             Bars(
                 "The five nearest, by ticks that differ",
                 [a.name for _, a in order[:5]],
                 {"differences": [float(n) for n, _ in order[:5]]},
                 low=0,
             ),
+            Tree(f"How {best.name} came to be, a patch at a time", branch),
             Matrix(
                 "Ten ways to fail",
                 ("usual cause", "first remedy"),
@@ -132,7 +134,7 @@ def compute(k: Values) -> Readout:
                 high=1,
             ),
         ),
-        sentence=f"The nearest line is **{best.name}** ({best.paper}), **{away}** ticks away: "
+        sentence=f"The nearest algorithm is **{best.name}** ({best.paper}), **{away}** ticks away: "
         f"`posttrain run arithmetic algorithm={best.name}`.",
         values={"differences": float(away), "steps from REINFORCE": float(depth(best))},
     )
@@ -149,8 +151,9 @@ LESSON = Lesson(
     idea="""
         Most algorithms are an older one with one or two parts changed. So a paper is read fastest by seven questions:
         what is an answer compared with, what is that divided by, which ratio is formed, what bounds it, how are tokens
-        averaged, what pulls back, and which groups are left out. Tick the answers. The nearest line of the ladder
-        appears with its lineage, and with the command that runs it; what differs from it is what the paper adds.
+        averaged, what pulls back, and which groups are left out. Tick the answers. The library lists its algorithms as
+        a ladder, each a few changes of another (`posttrain ladder`). The nearest one appears, with what it came from
+        and the command that runs it; what differs from it is what the paper adds.
     """,
     formula="algorithm = REINFORCE + patch + patch + ...",
     knobs=tuple(
@@ -178,7 +181,7 @@ LESSON = Lesson(
             lambda: float(nearest(ticks(LADDER["grpo"]))[0][0]),
             within=0,
         ),
-        Claim("Algorithms on the ladder", "house", 68, lambda: float(len(LADDER)), within=0.1),
+        Claim("Algorithms on the ladder", "counted", 68, lambda: float(len(LADDER)), within=0.1),
     ),
     exercises=(
         AskKnobs(

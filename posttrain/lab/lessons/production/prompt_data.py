@@ -23,16 +23,7 @@ from posttrain.toy.training import credit_by_pattern, mixed
 from posttrain.web.picture import Bars, Curve
 
 PROMPTS, TRIED = 1000, 8
-STAGES = (
-    "source",
-    "license, safety",
-    "verifier works",
-    "duplicates out",
-    "by pass rate",
-    "mixed",
-    "filter online",
-    "recycle",
-)
+STAGES = ("source", "legal", "checks", "unique", "rate", "mix", "filter", "reuse")
 HEALTHY = (1.0, 0.98, 0.95, 0.9)
 """Shares that the first four stages keep in a healthy pipeline (our choice: they do not depend on the knobs)."""
 
@@ -125,10 +116,11 @@ LESSON = Lesson(
     minutes=7,
     question="How many rollouts are wasted on prompts that teach nothing?",
     idea="""
-        Prompts pass eight stages before they are trained on: source, license, a verifier that works on them, duplicates
-        and test questions taken out, a look at the pass rate, mixing, a filter while training, and reuse. The pass rate
-        decides most: a prompt that is always or never solved has groups without spread. Eight tries with the policy
-        itself show it. As the policy grows stronger, other prompts become the useful ones, so this is measured again.
+        Prompts pass eight stages before they are trained on: a source, legal questions, checks that a verifier works on
+        them, only unique ones (no duplicates, no test questions), the pass rate, mixing, a filter while training, and
+        reuse. The pass rate decides most: a prompt that is always or never solved has groups without spread. Eight
+        tries with the policy itself show it. As the policy grows stronger, other prompts become the useful ones, so
+        this is measured again.
     """,
     formula="signal of a prompt ~ p (1 - p)        keep those with 0 < right of 8 tries < 8",
     knobs=(
@@ -144,8 +136,14 @@ LESSON = Lesson(
             {"strength": 0, "curation": 0, "K": 2},
             "A weak policy on all prompts: nearly every rollout is wasted.",
             None,
+            "weak policy",
         ),
-        Break({"strength": 100, "curation": 0}, "A strong policy on all prompts: nearly all are solved.", "too_easy"),
+        Break(
+            {"strength": 100, "curation": 0},
+            "A strong policy on all prompts: nearly all are solved.",
+            "too_easy",
+            "strong policy",
+        ),
     ),
     claims=(
         Claim(

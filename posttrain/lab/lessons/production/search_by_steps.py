@@ -104,7 +104,7 @@ def tree(c: float, seed: int) -> tuple[Branch, float]:
         child.back_up(float(made.random() < chance[int(child.beginning.ids[0])]))
     most = max(root.children, key=lambda x: x.visits)
     rows = [
-        Branch(f"step {i + 1} (truly {p}): {x.visits} visits, mean", "good" if x is most else "plain", x.value)
+        Branch(f"{p}: {x.visits} visits,", "good" if x is most else "plain", x.value)
         for i, (x, p) in enumerate(zip(root.children, chance, strict=True))
     ]
     return Branch(f"{root.visits} visits, mean", "plain", root.value, rows), most.visits / root.visits
@@ -118,7 +118,7 @@ def compute(k: Values) -> Readout:
     return Readout(
         pictures=(
             Bars("Problems solved, all but the first at N answers' cost", WAYS, {"solved": list(found)}, low=0, high=1),
-            Tree("UCB: which first step is tried", drawn),
+            Tree("UCB: each first step's true chance, its visits, the mean found", drawn),
         ),
         sentence=f"One answer solves **{found[0]:.0%}**. "
         f"**{WAYS[first]}** is the best of the four with **{found[first]:.0%}**.",

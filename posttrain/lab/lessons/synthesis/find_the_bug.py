@@ -124,8 +124,8 @@ LESSON = Lesson(
     minutes=8,
     question="Training runs, the numbers look plausible, and one line is wrong: who tells you?",
     idea="""
-        Bugs in reinforcement learning seldom crash. A wrong sign, a wrong standard deviation or a shifted credit give
-        a gradient that is finite and wrong. The reward grows more slowly, or not, and there are many other reasons for
+        Bugs in reinforcement learning seldom crash. A wrong sign, a wrong standard deviation or a shifted credit give a
+        gradient that is finite and wrong. The reward grows more slowly, or not, and there are many other reasons for
         that.
 
         So the library computes everything that matters twice: before the first step on made-up numbers, then on real
@@ -141,18 +141,19 @@ LESSON = Lesson(
     compute=compute,
     breaks=(
         Break({"bug": "sign flipped"}, "Right answers become less likely, and wrong ones more.",
-              "agrees_on_synthetic_batch"),
+              "agrees_on_synthetic_batch", "sign flipped"),
         Break({"bug": "standard deviation over G"}, "All credit is too large by a constant: it looks like another "
-              "learning rate.", "StepCreditAudit"),
-        Break({"bug": "groups mixed up"}, "Answers are compared with those to another prompt.", "StepCreditAudit"),
+              "learning rate.", "StepCreditAudit", "std over G"),
+        Break({"bug": "groups mixed up"}, "Answers are compared with those to another prompt.", "StepCreditAudit",
+              "groups mixed up"),
         Break({"bug": "credit one token late"}, "The first token of an answer gets the credit of the answer before it.",
-              "StepCreditAudit"),
+              "StepCreditAudit", "credit late"),
         Break({"bug": "KL reversed"}, "The pull to the reference becomes a push away from it.",
-              "agrees_on_synthetic_batch"),
+              "agrees_on_synthetic_batch", "KL reversed"),
         Break({"bug": "old log-prob recomputed"}, "Every ratio is 1: the clip never acts, far tokens count as near.",
-              "agrees_on_synthetic_batch"),
+              "agrees_on_synthetic_batch", "old log-prob recomputed"),
         Break({"bug": "clip never acts"}, "A few tokens that have moved far enough are pushed on.",
-              "agrees_on_synthetic_batch"),
+              "agrees_on_synthetic_batch", "clip never acts"),
     ),
     exercises=(
         AskNumber("Rewards 1, 1, 1, 0. By which factor is credit too large if the standard deviation divides by 4 "
@@ -169,5 +170,5 @@ LESSON = Lesson(
     docs="trust.md",
     command="posttrain run arithmetic fault=std_ddof --allow-fault",
     grid=("bug", "seed"),
-    missing="its whiteboard comes with the planner",
+    missing="its exercise in planning a large run comes with the planner",
 )  # fmt: skip
