@@ -118,9 +118,9 @@ def compute(k: Values) -> Readout:
                 high=1,
             ),
             Bars(
-                "The five nearest, by ticks that differ",
-                [a.name for _, a in order[:5]],
-                {"differences": [float(n) for n, _ in order[:5]]},
+                "The three nearest, by ticks that differ",
+                [a.name for _, a in order[:3]],
+                {"differences": [float(n) for n, _ in order[:3]]},
                 low=0,
             ),
             Tree(f"How {best.name} came to be, a patch at a time", branch),
