@@ -32,7 +32,6 @@ MAP = ("00", "map")
 """Number and name of the map, which is no lesson."""
 PLANNED = {
     "19": "Topologies: who waits for whom",
-    "20": "The KV cache: capacity or bandwidth",
     "22": "Memory: does it fit?",
     "22a": "Throughput: which term rules a step",
     "22c": "Asynchrony: how far may it run ahead?",

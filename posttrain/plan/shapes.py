@@ -1,0 +1,296 @@
+"""The shape of a decoder from its `config.json`: how many parameters its parts have, and what a token's cache takes.
+
+Nothing is loaded. What a family of models adds to the common form (biases, norms of queries and keys, experts) is a row
+of `FAMILIES`; the counts of each row equal those of transformers' own classes (tests/rooms/test_plan_shapes.py).
+
+Letters: h hidden width, q and kv the widths of all query heads and of all key heads, f width of the feed-forward part,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.files import read_json
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family has besides the common form: two norms a layer, a gated feed-forward part, no biases."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    norm_bias: bool = False
+    feed_bias: bool = False
+    gated: bool = True
+    norms: int = 2
+    """Norms of a layer, without those of queries and keys."""
+    query_norms: str = ""
+    """Norms of queries and keys: '' none, 'head' one of a head's width, 'all' one of all heads' width."""
+    head_dim: int = 0
+    """Where the config does not say it and it is not hidden / heads."""
+    tied: bool = False
+    """Whether the head shares the embedding, where the config does not say."""
+    positions: bool = False
+    """Whether positions have an embedding."""
+    dense_at_first: int = 0
+    """Layers without experts at the beginning, where the config does not say."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(query_norms="head", head_dim=128),
+    "gemma2": Family(norms=4, head_dim=256, tied=True),
+    "gemma3_text": Family(norms=4, query_norms="head", head_dim=256, tied=True),
+    "phi3": Family(),
+    "olmo2": Family(query_norms="all"),
+    "olmo3": Family(query_norms="all"),
+    "smollm3": Family(tied=True),
+    "gpt2": Family(True, True, True, True, gated=False, tied=True, positions=True),
+    "gpt_neox": Family(True, True, True, True, gated=False),
+    "mixtral": Family(),
+    "qwen2_moe": Family(qkv_bias=True),
+    "qwen3_moe": Family(query_norms="head"),
+    "glm4_moe": Family(dense_at_first=1),
+    "deepseek_v3": Family(dense_at_first=3),
+    "gpt_oss": Family(True, True, head_dim=64),
+}
+"""By `model_type` of the config."""
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size", "n_embd"),
+    "layers": ("num_hidden_layers", "n_layer"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+}
+"""What sizes are called in configs."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The feed-forward parts of which each token takes a few."""
+
+    count: int
+    active: int
+    """How many a token takes."""
+    width: int
+    shared: int
+    """Width of the part that every token takes besides; 0: there is none."""
+    shared_gate: bool
+    biased: bool
+    dense: int
+    """Layers at the beginning that have one plain feed-forward part instead."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, 2405.04434): keys and values come from one short vector a token."""
+
+    query_rank: int
+    """0: queries are made in one step."""
+    rank: int
+    rope: int
+    """Width of the part of a key that carries the position, one for all heads."""
+    plain: int
+    """Width of a head's other part."""
+    value: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder.
+
+    >>> tiny = shape_of({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    ...                  "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 100})
+    >>> tiny.parameters, tiny.cache_bytes(2)
+    (74560, 256)
+    """
+
+    family: str
+    form: Family
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed: int
+    vocabulary: int
+    tied: bool
+    positions: int = 0
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    @property
+    def attention(self) -> int:
+        """Parameters of the attention of one layer."""
+        form, h, q, kv = self.form, self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if (x := self.latent) is not None:
+            key = x.plain + x.rope
+            asked = h * x.query_rank + x.query_rank + x.query_rank * self.heads * key if x.query_rank else h * q
+            kept = h * (x.rank + x.rope) + x.rank + x.rank * self.heads * (x.plain + x.value)
+            return asked + kept + self.heads * x.value * h
+        norms = {"": 0, "head": 2 * self.head_dim, "all": q + kv}[form.query_norms]
+        biases = (q + 2 * kv) * form.qkv_bias + h * form.out_bias
+        sinks = self.heads * (self.family == "gpt_oss")  # a logit a head that takes attention away from all tokens
+        return h * (q + 2 * kv) + q * h + norms + biases + sinks
+
+    def feed_forward(self, width: int) -> int:
+        """Parameters of one feed-forward part of this width."""
+        into = 2 * width if self.form.gated else width
+        return self.hidden * into + width * self.hidden + (into + self.hidden) * self.form.feed_bias
+
+    @property
+    def norms(self) -> int:
+        """Parameters of the norms of one layer."""
+        return self.form.norms * self.hidden * (1 + self.form.norm_bias)
+
+    def mixture(self, experts: int) -> int:
+        """Parameters of the experts of one layer that count `experts` of them, its router and its shared part."""
+        x = self.experts
+        assert x is not None
+        one = self.feed_forward(x.width) + (2 * x.width + self.hidden) * x.biased
+        shared = self.feed_forward(x.shared) + self.hidden * x.shared_gate if x.shared else 0
+        return experts * one + shared + x.count * (self.hidden + x.biased)
+
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """Parameters by part, in all layers together."""
+        x, h = self.experts, self.hidden
+        dense = self.layers if x is None else min(x.dense, self.layers)
+        found = {
+            "embedding": self.vocabulary * h + self.positions * h,
+            "attention": self.layers * self.attention,
+            "feed-forward": dense * self.feed_forward(self.feed),
+            "experts": (self.layers - dense) * self.mixture(x.count) if x is not None else 0,
+            "norms": self.layers * self.norms + h * (1 + self.form.norm_bias),
+            "head": 0 if self.tied else self.vocabulary * h,
+        }
+        return {name: count for name, count in found.items() if count}
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; a head that shares the embedding counts once."""
+        return sum(self.parts.values())
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token is multiplied with, the embedding's table left out and the head counted."""
+        x = self.experts
+        unused = 0 if x is None else (self.layers - min(x.dense, self.layers)) * self.feed_forward(x.width) * (
+            x.count - x.active
+        )  # fmt: skip
+        return self.parameters - unused - self.parts["embedding"] + self.vocabulary * self.hidden * self.tied
+
+    def cache_bytes(self, bytes_each: float = 2, *, shared: bool = True) -> int:
+        """Bytes that one token's keys and values take in all layers.
+
+        GQA has fewer key heads than query heads. A latent cache keeps the short vector and the part with the position.
+        Not `shared`: as if each query head had keys and values of its own (MHA).
+        """
+        x, heads = self.latent, self.kv_heads if shared else self.heads
+        if x is None:
+            return round(2 * self.layers * heads * self.head_dim * bytes_each)
+        return round(self.layers * bytes_each * (x.rank + x.rope if shared else heads * (x.plain + x.rope + x.value)))
+
+    def attending(self, length: int) -> int:
+        """Operations of attention for one token that reads `length` cached ones, in all layers. A latent cache is read
+        as it is: the step that unfolds it is moved to the query."""
+        x = self.latent
+        width = 2 * self.head_dim if x is None else 2 * x.rank + x.rope
+        return 2 * self.layers * self.heads * width * length
+
+
+def shape_of(config: Mapping[str, Any], name: str = "the config") -> Shape:
+    """The shape that a `config.json` describes. Of a model with an image part it is that of the language model.
+
+    Raises:
+        ConfigError: it is no decoder of a known family, or a size is missing or not a whole number above 0.
+    """
+    text = config.get("text_config")
+    config = text if isinstance(text, Mapping) else config
+    family = str(config.get("model_type"))
+    if family not in FAMILIES:
+        known = nearest(family, FAMILIES)
+        raise ConfigError(f"{name}: model_type={family!r} is no decoder whose shape is known; {known}")
+    form = FAMILIES[family]
+    biased = bool(config.get("attention_bias", form.qkv_bias))
+    form = replace(
+        form,
+        qkv_bias=biased,
+        out_bias=form.out_bias or (biased and family in ("llama", "qwen3", "qwen3_moe")),
+        feed_bias=bool(config.get("mlp_bias", form.feed_bias)),
+        query_norms="head" if config.get("use_qk_norm") else form.query_norms,
+    )
+    hidden, layers, heads, vocabulary = (_size(config, name, *NAMES[k]) for k in NAMES)
+    fallback = form.head_dim or hidden // heads
+    return Shape(
+        family=family,
+        form=form,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads if family in ("gpt2", "gpt_neox") else _size(config, name, "num_key_value_heads", default=heads),
+        head_dim=_size(config, name, "head_dim", default=fallback),
+        feed=_size(config, name, "n_inner", default=4 * hidden)
+        if family == "gpt2"
+        else _size(config, name, "intermediate_size"),
+        vocabulary=vocabulary,
+        tied=bool(config.get("tie_word_embeddings", form.tied)),
+        positions=_size(config, name, "n_positions", default=1024) if form.positions else 0,
+        experts=_experts(config, name, form),
+        latent=_latent(config, name) if family == "deepseek_v3" else None,
+    )
+
+
+def read_shape(folder: Path) -> Shape:
+    """The shape of a model that lies in a folder.
+
+    Raises:
+        ConfigError: there is no `config.json`, or it is not that of a decoder of a known family.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no config.json, so it is no model's folder")
+    return shape_of(read_json(path), str(path))
+
+
+def _size(config: Mapping[str, Any], name: str, *keys: str, default: int | None = None, least: int = 1) -> int:
+    """The first of these settings that is there, a whole number."""
+    given = next((config[k] for k in keys if config.get(k) is not None), default)
+    if isinstance(given, bool) or not isinstance(given, int) or not least <= given < 10**9:
+        raise ConfigError(f"{name}: {keys[0]}={given!r} must be a whole number of at least {least}")
+    return given
+
+
+def _experts(config: Mapping[str, Any], name: str, form: Family) -> Experts | None:
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    if config["model_type"] not in ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"):
+        return None
+    width = _size(config, name, "moe_intermediate_size", "intermediate_size")
+    count = _size(config, name, *keys)
+    shared = _size(config, name, "n_shared_experts", default=0, least=0) * width
+    return Experts(
+        count=count,
+        active=min(count, _size(config, name, "num_experts_per_tok", "experts_per_token")),
+        width=width,
+        shared=_size(config, name, "shared_expert_intermediate_size", default=shared, least=0),
+        shared_gate="shared_expert_intermediate_size" in config,
+        biased=config["model_type"] == "gpt_oss",
+        dense=_size(config, name, "first_k_dense_replace", default=form.dense_at_first, least=0),
+    )
+
+
+def _latent(config: Mapping[str, Any], name: str) -> Latent:
+    return Latent(
+        query_rank=_size(config, name, "q_lora_rank", default=0, least=0),
+        rank=_size(config, name, "kv_lora_rank"),
+        rope=_size(config, name, "qk_rope_head_dim"),
+        plain=_size(config, name, "qk_nope_head_dim"),
+        value=_size(config, name, "v_head_dim"),
+    )
