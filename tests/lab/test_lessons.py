@@ -7,12 +7,13 @@ import json
 import math
 import re
 from inspect import cleandoc
+from itertools import pairwise
 
 import pytest
 import torch
 
 from posttrain.core.errors import ConfigError
-from posttrain.lab.catalog import entries, find, load
+from posttrain.lab.catalog import PLANNED, WAYS, entries, find, load, way
 from posttrain.lab.lesson import AskChoice, AskKnobs, AskNumber, Readout
 from posttrain.lab.page import lesson_page, source
 from posttrain.lab.site import default_index, fitted
@@ -109,11 +110,19 @@ def test_a_page_has_what_every_page_has(name: str) -> None:
     assert 1 <= len(lesson.exercises) <= 3
     assert lesson.breaks or lesson.number in ("23", "27") or lesson.missing
     assert lesson.docs and lesson.command and lesson.code
+    assert len(lesson.breaks) < 2 or all(b.label for b in lesson.breaks), "each button says what it breaks"
     for dotted in lesson.code:
         assert source(dotted)[2]
     assert set(lesson.grid) <= {k.name for k in lesson.knobs} and len(lesson.grid) <= 2
     assert find(lesson.number).name == find(lesson.name).name == name
     assert lesson.title in lesson_page(lesson, "server").replace("&#x27;", "'").replace("&amp;", "&")
+
+
+def test_the_ways_name_pages_and_each_page_on_them_names_the_next() -> None:
+    assert {n for numbers in WAYS.values() for n in numbers} <= {e.number for e in entries()} | set(PLANNED)
+    pages = way("researcher")
+    for here, there in pairwise(pages):
+        assert f'<a href="/{there.name}">{there.number} ' in lesson_page(load(here.name), "server")
 
 
 @every

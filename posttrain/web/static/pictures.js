@@ -47,7 +47,7 @@ const Pictures = (() => {
     let a = low ?? Math.min(...known, zero ? 0 : Infinity), b = high ?? Math.max(...known, zero ? 0 : -Infinity);
     if (!Number.isFinite(a)) a = 0;
     if (!Number.isFinite(b)) b = 1;
-    if (a === b) { a -= zero && a >= 0 ? 0 : 1; b += 1; }
+    if (a === b) { a -= typeof low === "number" || (zero && a >= 0) ? 0 : 1; b += 1; }
     return [a, b];
   }
 
