@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.plan.shapes import Shape, shape_of
+from posttrain.plan.shapes import ModelShape, shape_of
 
 
 def _config(family: str, hidden: int, layers: int, heads: int, kv: int, feed: int, words: int, **more: Any) -> Any:
@@ -76,7 +76,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def shape_by_name(name: str) -> Shape:
+def shape_by_name(name: str) -> ModelShape:
     """The shape of a model of the table; capital letters do not matter.
 
     >>> shape_by_name("qwen2.5-0.5b").parameters

@@ -11,7 +11,7 @@ from typing import Literal
 
 from posttrain.core.errors import ConfigError
 from posttrain.plan.machines import Device
-from posttrain.plan.shapes import Shape
+from posttrain.plan.shapes import ModelShape
 
 Bound = Literal["memory", "bandwidth", "arithmetic"]
 
@@ -27,7 +27,7 @@ class Decoding:
     (328, 687, 'memory')
     """
 
-    shape: Shape
+    shape: ModelShape
     device: Device
     devices: int
     sequences: int

@@ -103,7 +103,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The sizes of a decoder.
 
     >>> tiny = shape_of({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -206,7 +206,7 @@ class Shape:
         return 2 * self.layers * self.heads * width * length
 
 
-def shape_of(config: Mapping[str, Any], name: str = "the config") -> Shape:
+def shape_of(config: Mapping[str, Any], name: str = "the config") -> ModelShape:
     """The shape that a `config.json` describes. Of a model with an image part it is that of the language model.
 
     Raises:
@@ -229,7 +229,7 @@ def shape_of(config: Mapping[str, Any], name: str = "the config") -> Shape:
     )
     hidden, layers, heads, vocabulary = (_size(config, name, *NAMES[k]) for k in NAMES)
     fallback = form.head_dim or hidden // heads
-    return Shape(
+    return ModelShape(
         family=family,
         form=form,
         hidden=hidden,
@@ -248,7 +248,7 @@ def shape_of(config: Mapping[str, Any], name: str = "the config") -> Shape:
     )
 
 
-def read_shape(folder: Path) -> Shape:
+def read_shape(folder: Path) -> ModelShape:
     """The shape of a model that lies in a folder.
 
     Raises:

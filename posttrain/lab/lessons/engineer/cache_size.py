@@ -116,7 +116,7 @@ LESSON = Lesson(
                    "Arithmetic does not grow"), 0,
                   why="Reading the weights is most of a step while the caches are small."),
     ),
-    code=("posttrain.plan.serving.Decoding", "posttrain.plan.shapes.Shape"),
+    code=("posttrain.plan.serving.Decoding", "posttrain.plan.shapes.ModelShape"),
     docs="engine.md",
     command="posttrain run arithmetic slots=32",
     grid=("model", "sequences"),
