@@ -17,7 +17,6 @@ from posttrain.core.batch import Batch, Packed
 from posttrain.core.scored import EpisodeCredit
 from posttrain.core.streams import ENTROPY, NOW, TOP_IDS, TOP_LOGP, VERSION, Maker, Stream
 from posttrain.core.types import SHOWN
-from posttrain.core.verdict import SOLVED
 
 MIX = Stream(
     "mix",
@@ -77,7 +76,7 @@ def _chosen(w: Whole) -> np.ndarray:
 def _imitated(w: Whole) -> np.ndarray:
     """Equal weights for the shown tokens, or for the policy's own tokens in solved episodes."""
     assert w.algorithm.imitate is not None
-    solved = np.array([e.episode.reward is not None and e.episode.reward >= SOLVED for e in w.credits])
+    solved = np.array([e.episode.solved for e in w.credits])
     wanted = w.shown_M if w.algorithm.imitate.of == "shown" else solved[w.batch.sequence_M] & ~w.shown_M
     return wanted / max(1, int(wanted.sum()))
 

@@ -194,7 +194,7 @@ def _length(episodes: Sequence[Episode]) -> Array:
 
 
 def _solved(episodes: Sequence[Episode]) -> NDArray[np.bool_]:
-    return np.array([e.reward is not None and e.reward >= SOLVED for e in episodes])
+    return np.array([e.solved for e in episodes])
 
 
 def best_of(rewards: Array, k: int) -> Array:

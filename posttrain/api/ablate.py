@@ -31,7 +31,6 @@ from posttrain.core.gauge import Gauges, merge
 from posttrain.core.given import Given
 from posttrain.core.ladder import LADDER
 from posttrain.core.scored import Credit, Scored, ScoredGroup
-from posttrain.core.verdict import SOLVED
 from posttrain.role.pack import Minibatch, pack
 from posttrain.role.score import score
 
@@ -58,7 +57,7 @@ class AblationRow:
     credit: float
     """Mean |credit| per token."""
     solved: float
-    """Mean credit per token of solved responses (raw outcome >= 1)."""
+    """Mean credit per token of solved responses (`env.right`)."""
     unsolved: float
     """Mean credit per token of the other responses."""
     tokens: int
@@ -290,8 +289,8 @@ def _row(
     a: Algorithm, credit: Credit, total: int, gradient: Gradient, seen: Gauges, turned: float, longer: float, note: str
 ) -> AblationRow:
     kept = [e for g in credit.groups for e in g.episodes if not e.dropped]
-    each = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.reward or 0.0) for e in kept]
-    by = {yes: [x for x, r in each if (r >= SOLVED) == yes] for yes in (True, False)}
+    each = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
+    by = {yes: [x for x, right in each if right == yes] for yes in (True, False)}
     loud = sum(any(np.any(x != 0) for e in g.episodes if not e.dropped for x in e.advantage) for g in credit.groups)
     return AblationRow(
         name=a.name,

@@ -36,6 +36,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Environment, Reference, Sampler, Tracker
 from posttrain.core.reader import run_file
 from posttrain.core.redact import scrubbed_data
+from posttrain.core.right import named_right
 from posttrain.core.run import Run
 from posttrain.core.stage import Stage, check_patterns
 from posttrain.core.version import VERSION
@@ -236,6 +237,7 @@ def make_roles(
     rollout = Rollout(
         engine, env, lambda task: RenderedDialogue(renderer, task), run.seed, renderer, run.env.limits, found
     )
+    rollout.right = named_right(run.env, env.abilities.gold)
 
     def close() -> None:
         serving.close()
@@ -265,7 +267,14 @@ def _own_rollout(
     """The rollout of a stage with its own environment."""
     own = run.env_of(stage)
     judges = rollout.judges if own.rewards == run.env.rewards else models.judges(own)
-    return replace(rollout, environment=env, limits=own.limits, judges=judges, plays=elsewhere.player(env))
+    return replace(
+        rollout,
+        environment=env,
+        limits=own.limits,
+        judges=judges,
+        plays=elsewhere.player(env),
+        right=named_right(own, env.abilities.gold),
+    )
 
 
 @dataclass

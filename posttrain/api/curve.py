@@ -27,12 +27,12 @@ class CurveLine:
 
 
 def curve_lines(s: StageOutcome) -> list[CurveLine]:
-    """What is drawn of a stage: what it was paid (or its loss) at each step, and the held-out score at its steps."""
+    """What is drawn of a stage: what it was paid (or its loss) at each step, and the held-out score that leads."""
     out: list[CurveLine] = []
     if s.rewards:
         out.append(CurveLine("reward in training", ".", s.rewards, averaged=True))
         if s.graded and s.heldout_reward:
-            out.append(CurveLine("held-out reward", "o", s.heldout_reward))
+            return [*out, CurveLine("held-out reward", "o", s.heldout_reward)]
     elif s.losses:
         out.append(CurveLine("loss", ".", s.losses, averaged=True))
         return [*out, CurveLine("held-out loss", "X", s.heldout_losses)] if s.heldout_losses else out

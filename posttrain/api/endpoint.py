@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Environment
+from posttrain.core.right import named_right
 from posttrain.core.run import Env, Evaluation, Model, Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.environment.render import RenderedDialogue, Renderer
@@ -111,7 +112,12 @@ async def evaluate_remote(
             else f"text ({how.api}); its own chat template and end of turn"
         )
         say(f"endpoint: {url}, model {found.model}, dialect {found.dialect}; by {by}")
-        return await evaluate(replace(rollout, limits=run.env.limits), environment.heldout, told, measure)
+        return await evaluate(
+            replace(rollout, limits=run.env.limits, right=named_right(run.env, environment.abilities.gold)),
+            environment.heldout,
+            told,
+            measure,
+        )
 
 
 def refuse(how: EndpointOptions) -> None:

@@ -126,10 +126,11 @@ def _meta(run: Run, path: str, policy: Policy, member: Callable[[Run, str, Polic
 
 
 def _resolution(reward: Reward, judging: Judging, model: float) -> float:
-    """Votes are counted exactly; the probability of Yes is a model's score."""
+    """The probability of Yes is a model's score. Votes are counted exactly; they are a judge's all the same, so that no
+    share of votes is an accuracy (`core.right`)."""
     if reward.resolution is not None:
         return reward.resolution
-    return model if judging.sides == 1 else 2.0**-40
+    return model if judging.sides == 1 else 2.0**-39
 
 
 def _line(name: str, reward: Reward, judging: Judging) -> str:

@@ -116,7 +116,8 @@ def place(
         run, given = _with_env(run, env, given)
     if rewards is not None:
         words, functions = named_rewards(rewards)
-        run = replace(run, env=replace(run.env, rewards=_handed_again(run.env.rewards, words, rewards) or words))
+        again = _handed_again(run.env.rewards, words, rewards)
+        run = replace(run, env=replace(run.env, rewards=again or words, right=run.env.right if again else None))
         given = replace(given, rewards=functions)
     if algorithm is not None:
         run = _with_algorithm(run, algorithm)

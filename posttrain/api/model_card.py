@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from posttrain.api.origin import local_names, stage_of, stages_to
 from posttrain.checks.watch import observers
@@ -22,13 +21,12 @@ from posttrain.core.certificate import CERTIFICATE, LINEAGE
 from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.gauge import Step
 from posttrain.core.lineage import LineageLink
-from posttrain.core.reader import EpisodeFile, episode_files, read_episodes, run_file, steps
+from posttrain.core.reader import episode_files, read_episodes, run_file, steps
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.stage import Stage, starts
 from posttrain.core.tree import to_plain
-from posttrain.core.verdict import SOLVED
 from posttrain.core.visible import visible
-from posttrain.role.evaluate import Score
+from posttrain.diagnose.outcome import Measurement, measurement
 
 HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 MOST_NOTES = 12
@@ -40,8 +38,7 @@ class HeldOutResult:
 
     stage: str
     step: int
-    accuracy: Score
-    reward: Score
+    of: Measurement
     samples: int
     behind: int
     """Updates between the measured weights and the exported ones."""
@@ -126,27 +123,15 @@ def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage, step
     version = {(s.stage, s.index): s.version for s in record}
     measured = version.get((file.stage, file.index), version.get(_end_before(run, record, file.stage), 0))
     here = version.get((stage.name, last), version.get(_end_before(run, record, stage.name), 0))
-    accuracy, reward, samples = _scores(file)
-    return HeldOutResult(file.stage, file.index, accuracy, reward, samples, max(0, here - measured))
+    of, episodes = measurement(file), Counter(r.episode.task.id for r in read_episodes(file.path))
+    samples = max(episodes.values(), default=0)
+    return HeldOutResult(file.stage, file.index, of, samples, max(0, here - measured))
 
 
 def _end_before(run: Run, record: Sequence[Step], name: str) -> tuple[str, int]:
     """The last step of the stage that a stage starts from."""
     before = starts(run.stages, run.stage(name))
     return before, max((s.index for s in record if s.stage == before), default=0)
-
-
-def _scores(file: EpisodeFile) -> tuple[Score, Score, int]:
-    """(accuracy, mean reward, samples of a prompt), each prompt counting once."""
-    by_task: dict[str, list[float]] = {}
-    for r in read_episodes(file.path):
-        if r.episode.reward is not None:
-            by_task.setdefault(r.episode.task.id, []).append(r.episode.reward)
-    rewards = [np.array(x) for x in by_task.values()]
-    means = [float(x.mean()) for x in rewards]
-    accuracy = Score.of([float((x >= SOLVED).mean()) for x in rewards])
-    low, high = min([0.0, *(float(x.min()) for x in rewards)]), max([1.0, *(float(x.max()) for x in rewards)])
-    return accuracy, Score.of(means, low, high), max((len(x) for x in rewards), default=0)
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
@@ -268,9 +253,11 @@ def _measured(result: HeldOutResult | None) -> list[str]:
         return [*out, "None: the run recorded no held-out evaluation of these weights."]
     where = f"stage {code(result.stage)}, step {result.step}"
     out += ["| measure | value [95 % interval] | prompts |", "|---|---|---:|"]
-    out += [f"| accuracy | {result.accuracy} | {result.accuracy.prompts} |"]
-    if result.reward != result.accuracy:
-        out += [f"| mean reward | {result.reward} | {result.reward.prompts} |"]
+    accuracy, reward = result.of.accuracy, result.of.reward
+    if result.of.graded:
+        out += [f"| mean reward | {reward} | {reward.prompts} |"]
+    if accuracy.prompts:
+        out += [f"| accuracy | {accuracy} | {accuracy.prompts} |"]
     which = (
         "on the weights of this model"
         if not result.behind

@@ -41,7 +41,7 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
         return _lines([(command_line("run", "--resume", folder), "go on from its last checkpoint"), *rest])
     handed = next((s for s in reversed(run.stages) if s.hands_on), run.stages[-1])
     if not handed.leaves_policy:
-        return _lines(_of_reward_model(folder, worse))
+        return _lines(_of_reward_model(run, folder, worse))
     words, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
     recipe, overrides = words if words is not None else ("", [])
     out: list[tuple[str, str]] = []
@@ -69,13 +69,18 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     return _lines(out)
 
 
-def _of_reward_model(folder: Path, worse: bool) -> list[tuple[str, str]]:
-    """What to do with a reward model."""
+def _of_reward_model(run: Run, folder: Path, worse: bool) -> list[tuple[str, str]]:
+    """What to do with a reward model: it rewards a policy of the model it began with, on the run's own prompts."""
     if worse:
         return []
+    words = _words(folder)
+    data = [w for w in (words[1] if words is not None else ()) if _head(run, w) in ("model", "env")]
+    kept = [w for w in data if not w.startswith(("env.rewards", "rewards"))]
+    given = (("model", run.model.path), ("env.prompts", run.env.prompts))
+    kept = [*(f"{k}={v}" for k, v in given if v and not any(w.startswith(f"{k}=") for w in kept)), *kept]
     return [
         (command_line("export", folder, _free("my-reward-model")), "for transformers and every library that reads it"),
-        (command_line("run", "grpo", f"env.rewards=model:{folder}"), "reward a policy with it"),
+        (command_line("run", "grpo", *kept, f"env.rewards=model:{folder}"), "reward a policy with it"),
     ]
 
 

@@ -68,7 +68,11 @@ def apply(run: Run, overrides: Sequence[str]) -> Run:
         node.word = word
     asked = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
     stages = tuple(_rebuild(type(s), s, node, s.name) for s, node in asked if not _left_out(node, s.name))
-    return _rebuild(Run, replace(run, stages=stages), root, "")
+    right = root.parts.get("env", Node()).parts.get("right", Node()).word
+    out = _rebuild(Run, replace(run, stages=stages), root, "")
+    if right is None and [r.function for r in out.env.rewards] != [r.function for r in run.env.rewards]:
+        return replace(out, env=replace(out.env, right=None))  # it was of other rewards
+    return out
 
 
 def _left_out(node: Node, name: str) -> bool:

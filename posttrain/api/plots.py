@@ -31,6 +31,7 @@ NO_MATPLOTLIB = "matplotlib is not installed. Run: pip install matplotlib"
 FORMATS = (".svg", ".png", ".pdf")
 HELD_OUT = ("eval/accuracy", "eval/reward", "heldout/loss")
 DEFAULT = ("rollout/reward", "eval/accuracy")
+"""Where some outcome is a grade, the mean held-out reward stands in the place of the accuracy."""
 JUDGED = (*LOSSES, "heldout/loss", "heldout/agreement")
 """What is drawn of runs that have neither."""
 MOST_RUNS = 12
@@ -64,11 +65,13 @@ def plot(
         raise ConfigError(f"plot draws 1 to {MOST_RUNS} runs: {len(given)} were given")
     if out is not None:
         check_out(out)
-    runs = [read_outcome(f) for f in given]
+    runs, usual = [read_outcome(f) for f in given], tuple(gauges) == DEFAULT
+    if usual and any(s.graded for of in runs for s in of.stages):
+        gauges = (DEFAULT[0], "eval/reward")
     drawn = _drawn(runs, gauges)
-    if tuple(gauges) == DEFAULT:  # a run that only imitates has no reward, and a reward model no accuracy
+    if usual:  # a run that only imitates has no reward, and a reward model no accuracy
         drawn = drawn or _drawn(runs, JUDGED)
-    missing = [g for g in gauges if g not in drawn and (tuple(gauges) != DEFAULT or not drawn)]
+    missing = [g for g in gauges if g not in drawn and not (usual and drawn)]
     if missing:
         known = sorted(
             {n for of in runs for s in reader.steps(of.folder) for n in s.gauges} | {*_drawn(runs, HELD_OUT)}
@@ -149,8 +152,7 @@ def summary_picture(of: RunOutcome) -> bytes | None:
 
 def _held_out(axis: Axes, s: StageOutcome) -> None:
     """Held-out points, with the intervals of the first and the last one."""
-    rows = [("accuracy", s.heldout, COLOURS[1])]
-    rows += [("reward", s.heldout_reward, COLOURS[2])] if s.graded else []
+    rows = [("reward", s.heldout_reward, COLOURS[1])] if s.graded else [("accuracy", s.heldout, COLOURS[1])]
     for what, points, colour in rows:
         if not points:
             continue

@@ -121,7 +121,8 @@ class Result:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of held-out answers that are right, with the final weights; None if it was not measured."""
+        """Share of held-out answers that are right, with the final weights; None if it was not measured, or rewards are
+        grades that tell none (`core.right`): then `reward` leads."""
         return self._last.accuracy[0] if self._last is not None and self._last.accuracy is not None else None
 
     @property
@@ -170,7 +171,7 @@ class Result:
         return pandas.DataFrame([_row(s) for s in reader.steps(self.folder)])
 
     def plot(self, *gauges: str, out: str | Path | None = None) -> Any:
-        """A figure of gauges by step, by default the reward and the held-out accuracy. Needs matplotlib.
+        """A figure of gauges by step, by default the reward and the held-out score. Needs matplotlib.
 
         `out`: also write it to this file (.svg, .png or .pdf). `posttrain plot` draws several runs.
         """
@@ -235,8 +236,9 @@ class Result:
 
 def _stage_line(s: StageResult) -> str:
     out = [f"{s.steps} steps in {s.seconds:.0f} s"]
-    for what, measured, before in (("accuracy", s.accuracy, s.before), ("reward", s.reward, s.reward_before)):
-        if measured is not None and (what == "accuracy" or s.graded):
+    both = [("accuracy", s.accuracy, s.before)]
+    for what, measured, before in [("reward", s.reward, s.reward_before), *both] if s.graded else both:
+        if measured is not None:
             out.append(f"held-out {what} {interval(*measured)}" + ("" if before is None else f", before {before:.3f}"))
     if s.loss is not None:
         was = "" if s.loss_before is None else f", before {s.loss_before:.3f}"

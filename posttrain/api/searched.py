@@ -221,6 +221,7 @@ def _tools(
         seed=run.evaluation.seed,
         verified=request.verified,
         budget=request.budget,
+        right_at=roles.rollout.right,
     )
     if request.by is None:
         return plain, "the environment's own verdict, which knows the answers" if request.verified else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +36,13 @@ from posttrain.core.errors import DataError, RunFolderError
 from posttrain.core.files import disk_full_is_reported
 from posttrain.core.given import DATA
 from posttrain.core.placement import learner_cores
-from posttrain.core.ports import Tracker
+from posttrain.core.ports import Environment, Tracker
 from posttrain.core.reader import damage_is_named
+from posttrain.core.right import FULL
 from posttrain.core.run import Run
 from posttrain.core.shell import command_line
 from posttrain.core.stage import START
+from posttrain.diagnose.learned import PROMPTS, judged
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
@@ -158,11 +160,12 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         places = {s.name: request.others.get(s.name, request.environment) for s in run.stages}
         began = began_with(run, policy, places)
         began[BEGAN][INPUTS] = {**input_digests(run), **task_digests(run, places)}
-        book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **began, **request.recorded})
+        known = {**facts(policy, threads, tuple(contained)), **row_count(request.environment)}
+        book = Book.create(folder, run, {**known, **began, **request.recorded})
         cleanup.callback(book.close)
         if request.objects.data:
             book.beside(DATA, request.objects.write_data)
-        notes = (*notes, *remember_run(folder, run))
+        notes = (*notes, *heldout_notes(run, places), *remember_run(folder, run))
     notes = (*notes, *note_session(book, request.checkpoint))
     trackers = start_trackers(run, policy, book)
     terminal = Terminal(run)
@@ -175,6 +178,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
             *words_in_tokens(run, policy),
             *notes,
             *price_lines(run),
+            *right_lines(run),
             f"run folder: {book.folder}",
             *tracker_lines(trackers),
         ):
@@ -205,6 +209,31 @@ def price_lines(run: Run) -> tuple[str, ...]:
         "deterministic: torch's deterministic algorithms, and passes of a fixed size in the engine, whose idle rows are"
         " its price (docs/precision.md has figures)",
     )
+
+
+def right_lines(run: Run) -> tuple[str, ...]:
+    """What counts as a right answer, where answers are judged."""
+    if not judged(run.env):
+        return ()
+    if run.env.right is None and run.env.has_reward_models:
+        return ("right: a reward of at least 1, and no score of a model, which is a grade (env.right names one)",)
+    at = FULL if run.env.right is None else run.env.right
+    return (f"right: a reward of at least {at:g} (env.right); of rewards other than 0 and 1 the mean leads",)
+
+
+def row_count(env: Environment) -> dict[str, int]:
+    """The entry of run.json with the number of rows; empty where tasks are generated without end."""
+    return {} if env.train.count is None else {PROMPTS: env.train.count + len(env.heldout)}
+
+
+def heldout_notes(run: Run, places: Mapping[str, Environment]) -> tuple[str, ...]:
+    """A note where the data lets fewer prompts be held out than were asked for."""
+    out: list[str] = []
+    for stage, env in places.items():
+        asked, held, more = run.env_of(run.stage(stage)).heldout, len(env.heldout), env.train.count
+        if more is not None and held < asked:
+            out.append(f"env.heldout={asked}: {held} of {held + more} rows are held out, as at most one prompt in 5 is")
+    return tuple(dict.fromkeys(out))
 
 
 def note_session(book: Book, checkpoint: Checkpoint | None) -> tuple[str, ...]:

@@ -48,6 +48,8 @@ def score_rows(of: RunOutcome, what: str) -> list[list[str]]:
     for s in of.stages:
         gain: Gain | None = getattr(s, what)
         score: Score | None = getattr(s.end, what) if s.end is not None else None
+        if what == "accuracy" and s.tells is None:
+            gain = score = None
         at = "-" if s.end is None else f"{s.end.step}" + (f" of {s.steps}" if s.end.step != s.steps else "")
         out.append(
             [
@@ -77,11 +79,13 @@ def short(mean: float, low: float, high: float, sign: str = "") -> str:
 
 
 def measures(of: RunOutcome) -> tuple[str, ...]:
-    """What there is of held-out tasks: the accuracy (share of right answers), and where a reward gives partial credit
-    its mean too. Nothing of a run that answers none, such as one that trains a reward model."""
+    """What there is of held-out tasks: the accuracy (share of right answers); where a reward gives grades its mean
+    first, and the accuracy if it says something. Nothing of a run that answers none, such as one that trains a reward
+    model."""
     if all(s.end is None for s in of.stages):
         return ()
-    return ("accuracy", "reward") if any(s.graded for s in of.stages) else ("accuracy",)
+    told = ("accuracy",) if any(s.tells is not None for s in of.stages if s.end is not None) else ()
+    return ("reward", *told) if any(s.graded for s in of.stages) else ("accuracy",)
 
 
 def tables(of: RunOutcome) -> list[Group]:
@@ -367,7 +371,8 @@ def show_report(console: PlainConsole, target: str, environment: str, report: Ev
     """One evaluation as a table."""
     rows = [("accuracy (sampled)", report.accuracy), ("accuracy (greedy)", report.greedy)]
     if report.graded:
-        rows += [("mean reward (sampled)", report.reward), ("mean reward (greedy)", report.greedy_reward)]
+        right = rows if report.accuracy.prompts else []
+        rows = [("mean reward (sampled)", report.reward), ("mean reward (greedy)", report.greedy_reward), *right]
     rows.append(("what is paid (sampled)", report.proxy))
     rows += [(f"pass@{k}", s) for k, s in report.pass_at.items()]
     cells = [(measure, str(score), str(score.prompts)) for measure, score in rows if score is not None]
@@ -375,7 +380,10 @@ def show_report(console: PlainConsole, target: str, environment: str, report: Ev
     console.print(table(f"{target} on held-out {environment}", heads, cells, words=("measure",)))
     if report.graded:
         what = "what was paid" if report.proxy is None else "what is measured and not paid"
-        console.print(f"accuracy: the share of answers with a reward of 1 or more (pass@1); mean reward: {what}")
+        at, words = report.grades.right.at, f"mean reward: {what}"
+        if report.accuracy.prompts and at is not None:
+            words = f"accuracy: the share of answers with a reward of {at:g} or more (pass@1); {words}"
+        console.print(words)
     console.print(
         f"{report.mean_tokens:.1f} tokens a response, {report.truncated:.1%} cut off, {report.unjudged} unjudged"
     )

@@ -76,12 +76,12 @@ class Terminal:
         else:
             self._tokens += sum(step.gauges[n].sum for n in TOKENS if n in step.gauges)
         total = self.run.stage(step.stage).steps
-        if "eval/accuracy" in step.gauges and step.gauges["eval/accuracy"].count:
-            accuracy, reward = (step.gauges[n].mean for n in ("eval/accuracy", "eval/reward"))
-            self._measured = f"held-out accuracy {accuracy:.3f}" + (
-                f", mean reward {reward:.3f}" if abs(accuracy - reward) > 1e-9 else ""
-            )
-            self._measured_at = step.index
+        if "eval/reward" in step.gauges and (rewards := step.gauges["eval/reward"]).count:
+            accuracy = step.gauges["eval/accuracy"]
+            said = [f"accuracy {accuracy.mean:.3f}"] if accuracy.count else []
+            if not said or abs(accuracy.mean - rewards.mean) > 1e-9:
+                said = [f"mean reward {rewards.mean:.4g}", *said]
+            self._measured, self._measured_at = f"held-out {', '.join(said)}", step.index
         if "heldout/loss" in step.gauges:
             known_too = f"{self._measured}, " if self._measured and self._measured_at == step.index else ""
             self._measured = known_too + loss_words(step.gauges["heldout/loss"].mean)
@@ -94,7 +94,7 @@ class Terminal:
             self._bar.update(self._task, completed=step.index, total=known, count=count, facts=self._facts(step))
         elif (
             step.index == total
-            or {"eval/accuracy", "heldout/loss"} & step.gauges.keys()
+            or {"eval/reward", "heldout/loss"} & step.gauges.keys()
             or time.monotonic() - self._printed > PLAIN_EVERY
         ):
             self._printed = time.monotonic()

@@ -14,7 +14,6 @@ from posttrain.core.gauge import Gauge, merge
 from posttrain.core.scored import Scored, ScoredGroup
 from posttrain.core.streams import REFERENCE, TOP_LOGP
 from posttrain.core.types import Episode, Segment, Task
-from posttrain.core.verdict import SOLVED
 from posttrain.role.events import Event, Observer, ObserverReport, ScoredEvent
 from posttrain.role.roles import ReinforceRoles
 from posttrain.role.rounding import Gap, allowed
@@ -27,7 +26,7 @@ def hinted_task(siblings: Sequence[Episode], e: Episode, of: str) -> Task | None
     """The task whose answer is the hint for an episode; None where no other answer of its group is right."""
     if of == "answer":
         return e.task
-    right = [o for o in siblings if o.sibling != e.sibling and (o.reward or 0.0) >= SOLVED]
+    right = [o for o in siblings if o.sibling != e.sibling and o.solved]
     return Task(e.task.id, e.task.prompt, right[0].text, e.task.info, e.task.tools) if right else None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.checks.sampler import said_by_these_weights
 from posttrain.core.errors import InvariantError
-from posttrain.core.verdict import SOLVED, Judged, outcome
+from posttrain.core.verdict import Judged, outcome
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import EvaluatedEvent, Event, Observer, ObserverReport
 
@@ -17,19 +17,16 @@ def measured_right(report: EvaluationReport) -> None:
     """Held-out accuracy, mean reward and pass@k, counted a second way from the verdicts themselves."""
     solved: list[tuple[int, int]] = []
     means: list[float] = []
-    right: list[float] = []
     for g in report.groups:
-        raw = [r for e in g.episodes if (r := _measured(e.verdicts)) is not None]
+        raw = [(r, e.right) for e in g.episodes if (r := _measured(e.verdicts)) is not None]
         if raw:
-            means.append(math.fsum(raw) / len(raw))
-            right.append(len([r for r in raw if r >= SOLVED]) / len(raw))
-            solved.append((len(raw), sum(r >= SOLVED for r in raw)))
+            means.append(math.fsum(r for r, _ in raw) / len(raw))
+            solved.append((len(raw), sum(right.of(r) for r, right in raw)))
     if not means:
         return
-    wrong = {
-        "mean reward": (report.reward.mean, math.fsum(means) / len(means)),
-        "accuracy": (report.accuracy.mean, math.fsum(right) / len(right)),
-    }
+    wrong = {"mean reward": (report.reward.mean, math.fsum(means) / len(means))}
+    if report.accuracy.prompts:
+        wrong["accuracy"] = (report.accuracy.mean, math.fsum(c / n for n, c in solved) / len(solved))
     for k, s in report.pass_at.items():
         missed = [math.prod((n - c - i) / (n - i) for i in range(k)) for n, c in solved]
         wrong[f"pass@{k}"] = (s.mean, 1 - math.fsum(missed) / len(missed))

@@ -10,7 +10,6 @@ from posttrain.checks.stepwise import said, step_lengths, token_ends
 from posttrain.core.errors import InvariantError
 from posttrain.core.rejection import Regenerate
 from posttrain.core.types import Episode
-from posttrain.core.verdict import SOLVED
 from posttrain.role.regenerate import RegeneratedAnswer
 
 
@@ -23,7 +22,7 @@ def goes_on_from_its_step(a: RegeneratedAnswer, how: Regenerate, text: Callable[
     """
     e, own = a.episode, said(a.episode)
     named = f"an answer to task {e.task.id!r} that is said anew, {text(own)!r},"
-    if e.figure is None or e.figure >= SOLVED:
+    if e.figure is None or e.right.of(e.figure):
         told = "not judged" if e.figure is None else "right"
         raise InvariantError(f"{named} was {told}: only wrong ones are")
     by_text = how.by == "completions"
@@ -63,7 +62,7 @@ def said_anew(a: RegeneratedAnswer, how: Regenerate) -> tuple[Episode, ...]:
 def _furthest(a: RegeneratedAnswer) -> int:
     """The last step from whose end a completion was right. What comes after it is wrong: that step was asked too, or it
     is the last one, and the answer itself is wrong."""
-    right = [n for n, own in a.asked.items() if any(c.figure is not None and c.figure >= SOLVED for c in own)]
+    right = [n for n, own in a.asked.items() if any(c.right.of(c.figure) for c in own)]
     return max(right, default=0)
 
 

@@ -20,7 +20,7 @@ from posttrain.core.judgements import Judgement, StepLabels
 from posttrain.core.reward_model import RewardModel
 from posttrain.core.streams import STEP
 from posttrain.core.types import Episode
-from posttrain.core.verdict import SOLVED, State
+from posttrain.core.verdict import State
 from posttrain.diagnose.played import unjudged_words
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.role.events import Event, LabelledEvent, LearnedEvent, Observer, ObserverReport, PlayedEvent
@@ -71,8 +71,8 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
                     f" {text(said(c)[: ends[k]])!r}, and the answer with {text(own[: ends[k]])!r}: it is a completion"
                     " from the end of another step"
                 )
-        judged = [c.figure for c in completions if c.figure is not None]
-        right = sum(x >= SOLVED for x in judged)
+        judged = [c.right.of(c.figure) for c in completions if c.figure is not None]
+        right = sum(judged)
         if (answer.values.right[k], answer.values.asked[k]) != (right, len(judged)):
             raise InvariantError(
                 f"step {k + 1} of an answer to task {e.task.id!r} has {answer.values.right[k]} right completions of"
@@ -115,9 +115,9 @@ class StepLabelCheck(Observer):
         if len(now) != len(self._answers):
             raise InvariantError(f"step {step.index} labelled {len(self._answers)} answers, and wrote {len(now)} rows")
         for row, answer in zip(now, self._answers, strict=True):
-            judged = [[c.figure for c in own if c.figure is not None] for own in answer.completions]
-            hard = [any(x >= SOLVED for x in own) for own in judged]
-            soft = [_share([x >= SOLVED for x in own], roles.stage.prover) for own in judged]
+            judged = [[c.right.of(c.figure) for c in own if c.figure is not None] for own in answer.completions]
+            hard = [any(own) for own in judged]
+            soft = [_share(own, roles.stage.prover) for own in judged]
             same = len(row["values"]) == len(soft) and np.allclose(row["values"], soft, rtol=0, atol=1e-12)
             if row["completions"] != list(answer.steps) or row["labels"] != hard or not same:
                 raise InvariantError(

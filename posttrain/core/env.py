@@ -247,6 +247,9 @@ class Env:
     sandbox: SandboxSettings = SandboxSettings()
     resolution: float | None = None
     """Like `Reward.resolution`, for the environment's own verdicts where a model gives them."""
+    right: float | None = None
+    """The smallest reward of a right answer. Accuracy, pass@k and what reads solved answers go by it. None: 1; and no
+    answer is right where a reward model or a judge is paid, since its score is a grade."""
     measured: bool = False
     """The environment's own verdict is measured and not paid (`Reward.measured`): `rewards` alone pay."""
 
@@ -277,5 +280,7 @@ class Env:
                 "env.measured=true: the environment's own verdict is not paid, and nothing else is: give env.rewards,"
                 " such as model:PATH"
             )
+        if self.right is not None and not math.isfinite(self.right):
+            raise ConfigError(f"env.right={self.right}: must be a number, or none")
         if self.heldout < 0:
             raise ConfigError(f"env.heldout={self.heldout}: must be >= 0 (0 trains without measuring)")

@@ -139,7 +139,7 @@ def _verdict(j: Judged) -> dict[str, Any]:
     }
 
 
-def _verdict_from_plain(v: Mapping[str, Any]) -> Judged:
+def verdict_from_plain(v: Mapping[str, Any]) -> Judged:
     verdict = Verdict(State(v["state"]), v["score"], v["kind"], v["why"])
     more = (v.get("paid", False), v.get("resolution", RESOLUTION), v.get("measured", False))
     return Judged(v["source"], v["weight"], verdict, v["end"], *more)
@@ -182,6 +182,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
                 **({"cut": True} if e.cut else {}),
                 **({"seats": [asdict(t) for t in e.seats]} if e.seats else {}),
                 **({"figure": e.figure} if any(j.measured for j in e.verdicts) else {}),
+                **({"right_at": e.right_at} if e.right_at is not None else {}),
             }
         )
     meta = {"tasks": all_tasks, "samplings": [to_plain(s) for s in samplings], "episodes": metas}
@@ -229,7 +230,7 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
         about: int = m["task"]
         which: list[int] = m["samplings"]
         drawn = [cut.segment(samplings[i]) for i in which]
-        verdicts = tuple(_verdict_from_plain(v) for v in m["verdicts"])
+        verdicts = tuple(verdict_from_plain(v) for v in m["verdicts"])
         segments = tuple(s for s, _ in drawn)
         said = (m["text"], m["error"], m.get("state"), tuple(m.get("turns", ())))
         seats = tuple(SeatTurn(**t) for t in m.get("seats", ()))
@@ -243,6 +244,7 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
             *said,
             m.get("cut", False),
             seats,
+            m.get("right_at"),
         )
         out.append(Recorded(episode, m["shaped"], tuple(a for _, a in drawn) if m["credited"] else None, m["dropped"]))
     return tuple(out)

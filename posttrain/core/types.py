@@ -18,6 +18,7 @@ import numpy as np
 from posttrain.core.content import Content
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauge
+from posttrain.core.right import Right, right_of
 from posttrain.core.routed import check_routed
 from posttrain.core.sampling import Sampling
 from posttrain.core.seats import SeatTurn
@@ -278,6 +279,8 @@ class Episode:
     """Whether a turn was aborted while it was being sampled. Its tokens are then in no segment."""
     seats: tuple[SeatTurn, ...] = ()
     """Turns of other seats, in order. Their tokens are in no segment either."""
+    right_at: float | None = None
+    """The smallest outcome of a right answer, where it is named (`Env.right`)."""
 
     def __post_init__(self) -> None:
         if self.turns and sum(self.turns) != self.spoken:
@@ -299,6 +302,17 @@ class Episode:
     def figure(self) -> float | None:
         """What held-out accuracy and mean reward are made of: the truth where one is measured, else the reward."""
         return self.truth if any(j.measured for j in self.verdicts) else self.reward
+
+    @property
+    def right(self) -> Right:
+        """What counts as right of its `figure`."""
+        return right_of(self.verdicts, self.right_at, any(j.measured for j in self.verdicts))
+
+    @property
+    def solved(self) -> bool:
+        """Whether what it is paid is right."""
+        measured = any(j.measured for j in self.verdicts)
+        return right_of(self.verdicts, None if measured else self.right_at).of(self.reward)
 
     @cached_property
     def spoken(self) -> int:

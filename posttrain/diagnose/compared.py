@@ -19,6 +19,7 @@ from posttrain.core.reward_model import RewardModel
 from posttrain.core.run import Run
 from posttrain.core.shell import command_line
 from posttrain.diagnose.differing import differing
+from posttrain.diagnose.measurement import common_scale
 from posttrain.diagnose.outcome import Measurement, RunOutcome, StageOutcome, read_outcome
 
 OF_THE_MACHINE = ("threads", "trackers", "keep_checkpoints", "slots", "deterministic")
@@ -106,7 +107,7 @@ def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Run
     runs = [_measured(read_outcome(p), stage) for p in paths]
     _refuse(runs)
     shared = _shared(runs)
-    what: What = "accuracy" if any(r.measured.accuracy.mean > 0 for r in runs) or not _graded(runs) else "reward"
+    what: What = "reward" if any(r.measured.graded for r in runs) else "accuracy"
     if any(by := [r.by_loss for r in runs]):
         if not all(by):
             told = [f"{r.of.folder} by {'held-out loss' if r.by_loss else 'what judges answers'}" for r in runs]
@@ -125,10 +126,6 @@ def run_mean(run: ComparedRun, what: str, prompts: Sequence[Hashable]) -> float:
 
 def _values(run: ComparedRun, what: str) -> Mapping[Hashable, float]:
     return run.measured.right if what == "accuracy" else run.measured.paid
-
-
-def _graded(runs: Sequence[ComparedRun]) -> bool:
-    return any(r.measured.graded for r in runs)
 
 
 def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
@@ -246,7 +243,7 @@ def settings_of(run: Run) -> dict[str, str]:
 
 def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashable]) -> GroupGain:
     measured = [r.measured for g in (first, other) for r in g.runs]
-    low, high = min(m.scale[0] for m in measured), max(m.scale[1] for m in measured)
+    low, high = common_scale(measured)
     scale = SAME_LOSS / 0.05 if what == "loss" else 1.0 if what == "accuracy" else high - low
     each = _mean(first, what, prompts), _mean(other, what, prompts)
     over = Gain.free(*each) if what == "loss" else Gain.of(*each, scale)

@@ -19,8 +19,9 @@ REGISTRY: dict[str, Definition] = {
         "reward",
         "rises with rollout/reward; a fall while that rises: the reward is exploited",
     ),
+    "rollout/reward_std": Definition("standard deviation of the raw outcomes of a step", "reward", "> 0"),
     "rollout/solved": Definition(
-        "share of judged episodes with raw outcome >= 1; of what is measured, where something is measured and not paid",
+        "share of episodes that are right (env.right), where outcomes are 0 or 1 or env.right is named",
         "share",
         "0.1 to 0.9: else there is little to learn",
     ),

@@ -18,9 +18,11 @@ from posttrain.core.gauge import Step
 from posttrain.core.heldout import HeldoutLoss
 from posttrain.core.interval import Gain, Score
 from posttrain.core.reader import EpisodeFile, RunFile
+from posttrain.core.right import Grades, Right, right_of
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.stage import START, Stage, starts
-from posttrain.core.verdict import SOLVED
+from posttrain.diagnose.measurement import Measurement as Measurement
+from posttrain.diagnose.measurement import common_grades, paid_gain, proxy_gain
 
 Curve = tuple[tuple[int, float], ...]
 """(step of the stage, value), in order."""
@@ -28,29 +30,6 @@ Curve = tuple[tuple[int, float], ...]
 
 LOSSES = ("sft/loss", "preference/loss", "ranking/loss")
 """Gauges of the loss of stages that learn from data."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One held-out evaluation, with the place in the run at which it was made."""
-
-    stage: str
-    step: int
-    """Steps that the stage had taken. 0: before its first one."""
-    accuracy: Score
-    reward: Score
-    graded: bool
-    """Whether some outcome was neither 0 nor 1, so that the mean reward says more than accuracy."""
-    right: Mapping[Hashable, float] = field(default_factory=dict[Hashable, float])
-    """Share of right answers, by prompt; empty where no episodes were recorded."""
-    paid: Mapping[Hashable, float] = field(default_factory=dict[Hashable, float])
-    """Mean outcome, by prompt."""
-    scale: tuple[float, float] = (0.0, 1.0)
-    """The smallest and the largest outcome that was given, 0 and 1 included."""
-    sampling: str = ""
-    """The settings that its samples were drawn with, as canonical text."""
-    proxy: Mapping[Hashable, float] = field(default_factory=dict[Hashable, float])
-    """Mean of what is paid, by prompt, where the outcome is what is measured and not paid; empty elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +56,7 @@ class StageOutcome:
     """Mean outcome of each step's samples; empty where the stage does not sample."""
     losses: Curve
     heldout: Curve
-    """Held-out accuracy, the first and the last one included."""
+    """Held-out accuracy, the first and the last one included; empty where outcomes are grades that tell none."""
     heldout_reward: Curve
     greedy: float | None = None
     seconds: float | None = None
@@ -111,7 +90,17 @@ class StageOutcome:
 
     @property
     def graded(self) -> bool:
+        """Whether outcomes are grades, so that the mean reward leads."""
         return any(m is not None and m.graded for m in (self.start, self.end))
+
+    @property
+    def tells(self) -> Right | None:
+        """What is right, where the share of right answers says something (`Grades.tells`)."""
+        both = common_grades(self.start, self.end)
+        if both is None:
+            known = self.end is not None and bool(self.end.accuracy.known)
+            return Right() if known or not self.graded else None
+        return both.right if both.tells else None
 
 
 @dataclass(frozen=True)
@@ -181,9 +170,13 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
     start = reading.start(stage)
     end = _still(stage, steps, start, reading.end(stage)) if done else reading.end(stage)
     with reader.damage_is_named("the state of the newest checkpoint"):
-        if end is None and done and known.get("accuracy") and known.get("reward"):  # no episodes were recorded
+        if end is None and done and known.get("reward"):  # no episodes were recorded
             end = Measurement(
-                stage.name, int(known["steps"]), _score(known["accuracy"]), _score(known["reward"]), known["graded"]
+                stage.name,
+                int(known["steps"]),
+                _score(known["accuracy"] or [math.nan] * 3),
+                _score(known["reward"]),
+                known["graded"],
             )
         greedy = known.get("greedy")
         seconds = known.get("seconds")
@@ -207,7 +200,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         unpaired=unpaired,
         rewards=_curve(steps, "rollout/reward"),
         losses=next((c for n in LOSSES if (c := _curve(steps, n))), ()),
-        heldout=_with_ends(_curve(steps, "eval/accuracy"), start, end, "accuracy"),
+        heldout=_told(_with_ends(_curve(steps, "eval/accuracy"), start, end, "accuracy"), start, end),
         heldout_reward=_with_ends(_curve(steps, "eval/reward"), start, end, "reward"),
         greedy=greedy,
         seconds=seconds,
@@ -220,6 +213,12 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         began=starts(run.stages, stage),
         likelihoods={i: x for i, x in reading.losses(stage).items() if i <= taken},
     )
+
+
+def _told(curve: Curve, start: Measurement | None, end: Measurement | None) -> Curve:
+    """The accuracy by step, where it says something (`Grades.tells`)."""
+    grades = common_grades(start, end)
+    return curve if grades is None or grades.tells else ()
 
 
 def _updates(steps: Sequence[Step]) -> int:
@@ -237,21 +236,6 @@ def _still(
     if last is None or not stage.eval or not since or _updates(since) or "optim/steps" not in since[-1].gauges:
         return end
     return replace(last, stage=stage.name, step=taken)
-
-
-def paid_gain(before: Measurement, after: Measurement) -> Gain:
-    """The gain of the mean outcome, on the scale of the outcomes of both."""
-    low, high = (f(x) for f, x in zip((min, max), zip(before.scale, after.scale, strict=True), strict=True))
-    return Gain.of(before.paid, after.paid, high - low)
-
-
-def proxy_gain(before: Measurement, after: Measurement) -> Gain | None:
-    """The gain of what is paid, on the scale from its smallest to its largest mean of a prompt. None where it was not
-    measured apart."""
-    if not before.proxy or not after.proxy:
-        return None
-    given = [*before.proxy.values(), *after.proxy.values()]
-    return Gain.of(before.proxy, after.proxy, max(given) - min(given) or 1.0)
 
 
 def _score(measured: Sequence[float]) -> Score:
@@ -343,25 +327,29 @@ def measurement(file: EpisodeFile) -> Measurement:
         keys = [json.dumps([t["prompt"], t["answer"], t["info"]], sort_keys=True) for t in meta["tasks"]]
         paid: dict[Hashable, list[float]] = {}
         proxy: dict[Hashable, list[float]] = {}
+        rights: set[Right] = set()
         for episode in meta["episodes"]:
+            judged = [record.verdict_from_plain(v) for v in episode["verdicts"]]
+            rights.add(right_of(judged, episode.get("right_at"), "figure" in episode))
             if (reward := episode.get("figure", episode["reward"])) is not None:
                 paid.setdefault(keys[episode["task"]], []).append(float(reward))
             if "figure" in episode and episode["reward"] is not None:
                 proxy.setdefault(keys[episode["task"]], []).append(float(episode["reward"]))
         samplings = {json.dumps(meta["samplings"][i], sort_keys=True) for e in meta["episodes"] for i in e["samplings"]}
     means = {key: float(np.mean(values)) for key, values in paid.items()}
-    right = {key: float(np.mean(np.asarray(values) >= SOLVED)) for key, values in paid.items()}
-    every = np.array([0.0, 1.0, *(x for values in paid.values() for x in values)])
-    low, high = float(every.min()), float(every.max())
+    is_right = next((r for r in rights if r.at is None), next(iter(rights), Right()))
+    right = {key: is_right.share(values) for key, values in paid.items()}
+    grades = Grades.of([x for values in paid.values() for x in values], is_right)
     return Measurement(
         file.stage,
         file.index,
-        Score.of(list(right.values())),
-        Score.of(list(means.values()), low, high),
-        bool(np.any((every != 0) & (every != 1))),
+        Score.of(list(right.values()) if grades.tells else []),
+        Score.of(list(means.values()), *grades.scale),
+        grades.graded,
         right,
         means,
-        (low, high),
+        grades.scale,
         "\n".join(sorted(samplings)),
         {key: float(np.mean(values)) for key, values in proxy.items()},
+        grades,
     )

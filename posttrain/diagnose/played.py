@@ -9,9 +9,10 @@ import numpy as np
 
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.right import Grades, Right
 from posttrain.core.scored import Credit
 from posttrain.core.types import Episode, Group
-from posttrain.core.verdict import SOLVED, State, failed
+from posttrain.core.verdict import State, failed
 
 
 def components(episodes: Sequence[Episode]) -> Gauges:
@@ -55,13 +56,21 @@ def _lengths(credit: Credit, asked: Experience) -> Gauge:
     return Gauge(Gauge.of(lengths).mean, mean) if lengths and mean else Gauge(0, 0)
 
 
+def _solved(episodes: Sequence[Episode]) -> Gauge:
+    """The share of right answers, of what is measured where something is. Counts nothing where outcomes are grades and
+    no right one is named: rules that read it are about pass and fail."""
+    judged = [e for e in episodes if e.figure is not None]
+    right = judged[0].right if judged else Right()
+    told = right.named or not Grades.of([e.figure for e in judged if e.figure is not None], right).graded
+    return Gauge.of([e.right.of(e.figure) for e in judged] if told else [])
+
+
 def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
     """Gauges of a step's rollout and credit, with the groups that the filter refused."""
     played, refused, spare = asked.played, len(asked.refused), len(asked.spare)
     episodes = [e for g in played for e in g.episodes if e.own]
     rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
     truths = np.array([e.truth for e in episodes if e.truth is not None], np.float64)
-    solved = truths if any(j.measured for e in episodes for j in e.verdicts) else rewards
     credits = [e for g in credit.groups for e in g.episodes]
     said = [s.version[s.mask] for e in episodes for s in e.segments]
     versions = np.concatenate(said) if said else np.zeros(0, np.int32)
@@ -71,8 +80,9 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
         **components(episodes),
         **merge(*(g.logged for g in played)),
         "rollout/reward": Gauge.of(rewards),
+        "rollout/reward_std": Gauge(float(rewards.std()), 1) if len(rewards) else Gauge(0, 0),
         **({"rollout/truth": Gauge.of(truths)} if len(truths) else {}),
-        "rollout/solved": Gauge.of(solved >= SOLVED),
+        "rollout/solved": _solved(episodes),
         "rollout/mixed": Gauge.of([g.mixed for g in played]),
         "rollout/unjudged": Gauge.of([e.reward is None for e in episodes]),
         "rollout/failed": Gauge.of([failed(e.verdicts) for e in episodes]),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce
-from posttrain.diagnose.rule import average, first, known, last, mean, rounded, rule, trend
+from posttrain.diagnose.rule import average, first, graded, known, last, mean, rounded, rule, trend
 
 FAR = 0.75
 """Nats a token by which a step may change the policy. Healthy steps lie below 0.3, at ten times the usual learning
@@ -48,7 +48,7 @@ def broken(history: Sequence[Step]) -> bool:
 def collapse(history: Sequence[Step], stage: Reinforce) -> str:
     """One step changes the policy by more than 0.75 nats a token, and the reward falls to less than half; or the reward
     falls, for two steps, by more than half and more than five times its scatter; or it falls slowly to less than half
-    (5 standard errors)."""
+    (5 standard errors). Of grades, whose zero means nothing, "half" is the spread of the rewards that a step had."""
     if len(history) < 2 or (now := mean(history[-1], "rollout/reward")) is None:
         return ""
     for i in range(max(0, len(history) - 4), len(history) - 1):
@@ -56,7 +56,7 @@ def collapse(history: Sequence[Step], stage: Reinforce) -> str:
             mean(history[i], "policy/kl_step") or 0.0,
             average(known(history[max(0, i - 4) : i + 1], "rollout/reward")),
         )
-        if far >= FAR and now < 0.5 * was and was > 0.02:
+        if far >= FAR and was - now > _half(history, was):
             return _collapsed(history, stage, was, now, f"after step {history[i].index}", far)
     before = known(history[:-2], "rollout/reward")[-12:]
     fallen = last(history, "rollout/reward", 2)
@@ -65,12 +65,19 @@ def collapse(history: Sequence[Step], stage: Reinforce) -> str:
     was = average(before)
     scatter = (sum((x - was) ** 2 for x in before) / (len(before) - 1)) ** 0.5
     far = max(known(history[-4:], "policy/kl_step"), default=0.0)
-    if was > 0 and was - max(fallen) >= max(5 * scatter, 0.5 * was, 0.02):
+    if was - max(fallen) >= max(5 * scatter, _half(history, was)):
         return _collapsed(history, stage, was, now, f"after step {history[-3].index}", far)
     slow = trend(history, "rollout/reward", 12)
-    if slow is None or slow.before <= 0.02 or slow.sure > -5 or max(slow.after, max(fallen)) > 0.5 * slow.before:
+    if slow is None or slow.sure > -5 or slow.before - max(slow.after, *fallen) < _half(history, slow.before):
         return ""
     return _collapsed(history, stage, slow.before, slow.after, f"within {slow.steps} steps", far)
+
+
+def _half(history: Sequence[Step], was: float) -> float:
+    """The fall of a reward that is a collapse: half of it; of grades the largest spread that a step's rewards had."""
+    if graded(history):
+        return max(known(history, "rollout/reward_std"), default=0.0) or float("inf")
+    return 0.5 * was if was > 0.02 else float("inf")
 
 
 def _collapsed(history: Sequence[Step], stage: Reinforce, was: float, now: float, when: str, far: float) -> str:
@@ -146,19 +153,23 @@ def policy_runs_away(history: Sequence[Step], stage: Reinforce) -> str:
 
 @rule
 def entropy_collapses(history: Sequence[Step], stage: Reinforce) -> str:
-    """The entropy is below 0.02 nats and below a tenth of what it was, for six steps, and many answers are still
-    wrong."""
+    """The entropy is below 0.02 nats and below a tenth of what it was, for six steps, and many answers are still wrong;
+    of grades, the reward is no higher than at first."""
     began, now = first(history, "rollout/entropy", 3), last(history, "rollout/entropy", 6)
     solved = average(last(history, "rollout/solved", 6))
     if not began or not now or max(now) >= min(CERTAIN, 0.1 * average(began)) or solved > 0.8:
         return ""
     if (risen := trend(history, "rollout/reward", 12)) is not None and risen.sure > 3:
         return ""
-    if broken(history):
+    rewards = (average(first(history, "rollout/reward", 3)), average(last(history, "rollout/reward", 6)))
+    grades = graded(history)
+    if broken(history) or (grades and rewards[1] > rewards[0] + 0.1 * _half(history, 0.0)):
         return ""
+    worth = f"the reward went from {rewards[0]:.3g} to {rewards[1]:.3g}"
+    worth = worth if grades else f"{1 - solved:.0%} of the answers are wrong"
     return (
         f"the entropy has collapsed: {average(began):.2g} nats a token at first, {now[-1]:.1g} now, and"
-        f" {1 - solved:.0%} of the answers are wrong. The policy repeats itself and tries nothing new. In order: lower"
+        f" {worth}. The policy repeats itself and tries nothing new. In order: lower"
         f" the learning rate ({rounded(stage.optimizer.lr / 3)} for {stage.name}.optimizer.lr), raise"
         f" {stage.name}.sampling.temperature (now {stage.sampling.temperature:g}), set a KL or entropy term"
     )

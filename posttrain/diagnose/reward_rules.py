@@ -8,7 +8,7 @@ from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce
 from posttrain.core.stage import Stage
 from posttrain.diagnose.policy_rules import NEAR, better_lr, broken, collapse
-from posttrain.diagnose.rule import average, ends, first, known, last, mean, played_rule, rule, running, trend
+from posttrain.diagnose.rule import average, ends, first, graded, known, last, mean, played_rule, rule, running, trend
 
 SAME = 6
 """Steps in a row, before it is said that tasks are too hard or too easy. Fewer have no spread by chance."""
@@ -31,10 +31,29 @@ def reward_is_constant(history: Sequence[Step], stage: Reinforce) -> str:
         return ""
     if any(mean(s, "rollout/mixed") != 0 for s in (*history[:SAME], *history[-SAME:])):
         return ""
+    causes = (
+        "the reward does not read the answer (give it a wrong one: posttrain check RUN), this is the least that it pays"
+        " (teach the policy first, or use easier tasks), or the most (use harder ones)"
+        if graded(history)
+        else "the reward accepts anything (give it a wrong answer: posttrain check RUN), it does not read the answer,"
+        " or every task is solved already (use harder ones)"
+    )
+    return f"every answer so far got the same reward ({now[-1]:.3g}), so nothing is learned. In order: {causes}"
+
+
+@rule
+def siblings_agree(history: Sequence[Step], stage: Reinforce) -> str:
+    """Of rewards that are grades: for six steps the siblings earn the same in nine of ten groups."""
+    silent, rewards = last(history, "credit/silent", SAME), last(history, "rollout/reward", SAME)
+    if not graded(history) or not silent or not rewards or average(silent) < 0.9 or broken(history):
+        return ""
+    if reward_is_constant(history, stage) or cut_off_before_the_answer(history, stage) or too_hard(history, stage):
+        return ""
     return (
-        f"every answer so far got the same reward ({now[-1]:.3g}), so nothing is learned. In order: the reward accepts"
-        " anything (give it a wrong answer: posttrain check RUN), it does not read the answer, or every task is"
-        " solved already (use harder ones)"
+        f"siblings earn the same reward in {average(silent):.0%} of the groups of {SAME} steps ({rewards[-1]:.3g} on"
+        " average), so there is nothing to learn from. If this is the most that the reward pays, use harder prompts or"
+        " finer grades; if it is the least, teach the policy first or use easier ones. If the answers of a group are"
+        f" alike too, raise {stage.name}.sampling.temperature (now {stage.sampling.temperature:g})"
     )
 
 
@@ -84,15 +103,18 @@ MOST_CUT = 0.8
 
 @rule
 def cut_off_before_the_answer(history: Sequence[Step], stage: Reinforce) -> str:
-    """Most answers are cut off, and very few are right, four steps in a row."""
+    """Most answers are cut off, and very few are right (of grades: few groups have a spread), four steps in a row."""
     cut, solved = last(history, "rollout/truncated", 4), last(history, "rollout/solved", 4)
-    if len(cut) < 4 or min(cut) < MOST_CUT or max(solved, default=1) > 0.05 or _past_an_end(history):
+    silent = min(last(history, "credit/silent", 4), default=0.0)
+    poor = silent >= 0.9 if graded(history) else max(solved, default=1) <= 0.05
+    if len(cut) < 4 or min(cut) < MOST_CUT or not poor or _past_an_end(history):
         return ""
     if _moved(history) or average(known(history[:3], "rollout/truncated")) < 0.5 * MOST_CUT:
         return ""
     return (
-        f"{cut[-1]:.0%} of the answers are cut off at max_tokens={stage.sampling.max_tokens} and {solved[-1]:.0%} are"
-        f" right: the limit is graded, not the answer. Raise it: {stage.name}.sampling.max_tokens="
+        f"{cut[-1]:.0%} of the answers are cut off at max_tokens={stage.sampling.max_tokens} and"
+        f" {f'{silent:.0%} of the groups have no spread' if graded(history) else f'{solved[-1]:.0%} are right'}:"
+        f" the limit is graded, not the answer. Raise it: {stage.name}.sampling.max_tokens="
         f"{4 * stage.sampling.max_tokens}; if answers then still do not end, teach the policy to stop (an sft stage)"
     )
 
@@ -124,7 +146,11 @@ def reward_without_quality(history: Sequence[Step], stage: Reinforce) -> str:
     if reward is None or reward.sure < 3:
         return ""
     names = sorted({n for n in history[-1].gauges if n.startswith("reward/")})
-    fallen = [(n, t) for n in names if (t := trend(history, n, 12)) and t.sure < -5 and t.after < 0.67 * t.before]
+    fallen = [
+        (n, t)
+        for n in names
+        if (t := trend(history, n, 12)) and t.sure < -5 and t.before - t.after > 0.33 * abs(t.before)
+    ]
     if not fallen:
         return ""
     name, t = fallen[0]
@@ -198,7 +224,10 @@ def heldout_falls(history: Sequence[Step], stage: Stage) -> str:
         return ""
     (now, e_now), (best, e_best) = measured[-1], max(measured, key=lambda m: m[1].mean)
     tasks = min(e_now.count, e_best.count)
-    error = (2 * max(0.25 * min(1.0, 4 * e_best.mean * (1 - e_best.mean)), 0.02) / tasks) ** 0.5
+    square = max(0.25 * min(1.0, 4 * e_best.mean * (1 - e_best.mean)), 0.02)
+    if graded(history):
+        square = max(known(history, "rollout/reward_std"), default=0.0) ** 2 or float("inf")
+    error = (2 * square / tasks) ** 0.5
     reward = trend([s for s in history if s.index >= best.index - 2], "rollout/reward", 6)
     if e_best.mean - e_now.mean < 3 * error or reward is None or reward.sure < 3:
         return ""
@@ -217,7 +246,12 @@ def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
     seen = trend(history, "rollout/reward", FLAT)
     if seen is None or average(last(history, "rollout/solved", SAME)) > 0.85 or seen.gain > 0.5 * seen.error:
         return ""
-    if broken(history) or seen.error > EXACT * max(abs(seen.before), abs(seen.after)) or too_hard(history, stage):
+    if (
+        broken(history)
+        or siblings_agree(history, stage)
+        or seen.error > EXACT * max(abs(seen.before), abs(seen.after))
+        or too_hard(history, stage)
+    ):
         return ""
     if cut_off_before_the_answer(history, stage) or never_stops(history, stage) or reward_is_constant(history, stage):
         return ""
@@ -247,9 +281,12 @@ def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
         )
     if gauge["credit/silent"] > 0.7:
         easy = gauge["rollout/solved"] > 0.5
+        why = f"the tasks are too {'easy' if easy else 'hard'}"
+        how = "use harder ones" if easy else "teach first, or use easier ones"
+        if graded(history):
+            why, how = "siblings earn the same", "use finer grades, or tasks of another difficulty"
         out.append(
-            f"{gauge['credit/silent']:.0%} of the groups have no spread: the tasks are too {'easy' if easy else 'hard'}"
-            f" ({'use harder ones' if easy else 'teach first, or use easier ones'}, or {name}.siblings="
+            f"{gauge['credit/silent']:.0%} of the groups have no spread: {why} ({how}, or {name}.siblings="
             f"{2 * stage.siblings})"
         )
     if 0 < far < 20 * NEAR:

@@ -65,6 +65,11 @@ def known(steps: Sequence[Step], name: str) -> list[float]:
     return [x for s in steps if (x := mean(s, name)) is not None]
 
 
+def graded(history: Sequence[Step]) -> bool:
+    """Whether the rewards of these steps are grades: no share of right answers is told of some (`core.right`)."""
+    return any(mean(s, "rollout/reward") is not None and mean(s, "rollout/solved") is None for s in history)
+
+
 def last(history: Sequence[Step], name: str, count: int) -> list[float]:
     """The gauge's means in the last `count` steps; empty where one of them lacks it."""
     found = known(history[-count:], name)

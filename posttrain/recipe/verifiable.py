@@ -23,6 +23,7 @@ def verifiable() -> Run:
             name="prompts",
             prompts=PROMPTS,
             rewards=(Reward(function=f"{REWARDS}:correct"), Reward(function=f"{REWARDS}:brief", weight=0.1)),
+            right=1.0,
             heldout=100,
         ),
         stages=(

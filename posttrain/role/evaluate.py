@@ -11,10 +11,11 @@ import numpy as np
 from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.interval import Score
 from posttrain.core.request import RolloutRequest
+from posttrain.core.right import Grades, Right
 from posttrain.core.run import Evaluation
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Group, Task
-from posttrain.core.verdict import SOLVED, failed
+from posttrain.core.verdict import failed
 from posttrain.diagnose.played import unjudged_words
 from posttrain.role.concurrency import together
 from posttrain.role.rollout import Rollout
@@ -40,15 +41,16 @@ class EvaluationReport:
     """
 
     accuracy: Score
-    """Share of answers that are right (raw outcome >= 1). It is pass@1."""
+    """Share of answers that are right. It is pass@1. Of no prompts where the outcomes are grades that tell no share of
+    right answers (`core.right`)."""
     reward: Score
-    """Mean raw outcome. It differs from accuracy if some outcome is neither 0 nor 1."""
+    """Mean raw outcome. It leads where outcomes are grades."""
     greedy: Score | None
     """Accuracy of one argmax answer a prompt; None if none was asked for."""
     greedy_reward: Score | None
     """Mean raw outcome of the argmax answers."""
     pass_at: dict[int, Score]
-    """pass@k, by k."""
+    """pass@k, by k; where accuracy is told."""
     failed: int
     """Episodes without a reward because a reward source broke."""
     abstained: int
@@ -69,8 +71,12 @@ class EvaluationReport:
 
     @property
     def graded(self) -> bool:
-        """Whether some outcome is neither 0 nor 1. Then mean reward and accuracy differ."""
-        return any(r not in (0.0, 1.0) for g in self.groups for r in figures(g))
+        """Whether outcomes are grades, not pass or fail. Then the mean reward leads."""
+        return self.grades.graded
+
+    @property
+    def grades(self) -> Grades:
+        return grades_of(self.groups)
 
     @property
     def unmeasured(self) -> str:
@@ -124,7 +130,9 @@ async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, 
 def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> EvaluationReport:
     """The scores of played groups. Unjudged episodes are counted apart, never as wrong answers."""
     judged = [x for g in groups if len(x := figures(g))]
-    solved = [(len(x), int(np.sum(x >= SOLVED))) for x in judged]
+    grades = grades_of(groups)
+    right = grades.right
+    solved = [(len(x), sum(map(right.of, x.tolist()))) for x in judged] if grades.tells else []
     most = min((n for n, _ in solved), default=0)
     ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k <= most} | ({most} if most else set()))
     episodes = [e for g in groups for e in g.episodes]
@@ -133,16 +141,16 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
     paid = [g.rewards for g in groups if g.judged and any(e.truth is not None for e in g.episodes)]
     return EvaluationReport(
         accuracy=Score.of([pass_at_k(n, c, 1) for n, c in solved]),
-        reward=_rewards(judged),
-        greedy=None if argmax is None else Score.of([float(np.mean(x >= SOLVED)) for x in argmax]),
-        greedy_reward=None if argmax is None else _rewards(argmax),
+        reward=_rewards(judged, grades),
+        greedy=None if argmax is None else Score.of([right.share(x) for x in argmax] if grades.tells else []),
+        greedy_reward=None if argmax is None else _rewards(argmax, grades | grades_of(greedy or ())),
         pass_at={k: Score.of([pass_at_k(n, c, k) for n, c in solved]) for k in ks},
         failed=broken,
         abstained=sum(e.figure is None and not failed(e.verdicts) for e in episodes),
         mean_tokens=float(np.mean([e.spoken for e in episodes])) if episodes else math.nan,
         truncated=float(np.mean([e.stop == "length" for e in episodes])) if episodes else math.nan,
         groups=tuple(groups),
-        proxy=_rewards(paid) if paid else None,
+        proxy=_rewards(paid, Grades.of(np.concatenate(paid), Right(None))) if paid else None,
     )
 
 
@@ -151,8 +159,14 @@ def figures(group: Group) -> np.ndarray:
     return np.array([x for e in group.episodes if (x := e.figure) is not None], np.float64)
 
 
-def _rewards(judged: Sequence[np.ndarray]) -> Score:
-    """Mean outcome of the answers to each prompt. Its scale runs from the smallest to the largest outcome given, and
-    includes 0 and 1."""
-    given = np.concatenate([np.array([0.0, 1.0]), *judged])
-    return Score.of([float(x.mean()) for x in judged], float(given.min()), float(given.max()))
+def grades_of(groups: Sequence[Group]) -> Grades:
+    """How the outcomes of these groups are to be read."""
+    judged = [e for g in groups for e in g.episodes if e.figure is not None]
+    of = {e.right for e in judged}
+    right = next((r for r in of if r.at is None), next(iter(of), Right()))
+    return Grades.of([e.figure for e in judged if e.figure is not None], right)
+
+
+def _rewards(judged: Sequence[np.ndarray], grades: Grades) -> Score:
+    """Mean outcome of the answers to each prompt, on their scale."""
+    return Score.of([float(x.mean()) for x in judged], *grades.scale)

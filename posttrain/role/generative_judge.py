@@ -76,7 +76,7 @@ class GenerativeJudge:
     """Each answer is compared with the next so many of its group, and so with twice as many; 0: with all."""
     meta: JudgeMember | None = None
     """A reward model of judgements. Of the votes about one comparison, the half that it scores highest counts."""
-    resolution: float = 2.0**-40
+    resolution: float = 2.0**-39
     measured: bool = False
     """Whether its score is measured and not paid."""
     line: str = ""

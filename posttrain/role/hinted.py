@@ -17,7 +17,6 @@ from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.pieces.hint import Hint
 from posttrain.core.ports import Dialogue, Examiner
 from posttrain.core.types import Episode, Group, Message, Segment, Task
-from posttrain.core.verdict import SOLVED
 from posttrain.role.rollout import Rollout
 
 
@@ -76,7 +75,7 @@ class Hints:
         """The task whose answer is the hint for an episode; or why there is none."""
         if self.how.of == "answer":
             return e.task
-        right = [o for o in group.judged if o is not e and o.reward is not None and o.reward >= SOLVED]
+        right = [o for o in group.judged if o is not e and o.solved]
         return replace(e.task, answer=said(self.rollout.dialogue(e.task.id), right[0])) if right else NOBODY
 
     def asked(self, e: Episode) -> np.ndarray:

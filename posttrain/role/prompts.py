@@ -13,7 +13,6 @@ from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.pieces.token import Curriculum
 from posttrain.core.ports import TaskSource
 from posttrain.core.types import Group, Task
-from posttrain.core.verdict import SOLVED
 
 
 @runtime_checkable
@@ -116,6 +115,6 @@ class Prompts:
         if self.curriculum is None:
             return
         for group in groups:
-            own = [e.reward for e in group.judged if not e.shown and e.reward is not None]
+            own = [e.solved for e in group.judged if not e.shown]
             if own:
-                self.rates[group.task.id] = sum(r >= SOLVED for r in own) / len(own)
+                self.rates[group.task.id] = sum(own) / len(own)

@@ -16,7 +16,6 @@ from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.process import first_error
 from posttrain.core.rejection import Regenerate
 from posttrain.core.types import Episode, Group
-from posttrain.core.verdict import SOLVED
 from posttrain.role.concurrency import together
 from posttrain.role.judging import SiblingVerdicts
 from posttrain.role.steps import StepLabeler
@@ -45,7 +44,7 @@ class RegeneratedAnswer:
 
 def any_right(completions: Sequence[Episode]) -> bool | None:
     """Whether one of them was judged right. None: none could be judged."""
-    judged = [c.figure >= SOLVED for c in completions if c.figure is not None]
+    judged = [c.right.of(c.figure) for c in completions if c.figure is not None]
     return any(judged) if judged else None
 
 
@@ -168,7 +167,7 @@ class Regenerator:
 
 def wrong_ones(group: Group) -> list[Episode]:
     """The answers of a group that were judged wrong."""
-    return [e for e in group.episodes if e.figure is not None and e.figure < SOLVED]
+    return [e for e in group.episodes if e.figure is not None and not e.right.of(e.figure)]
 
 
 def regenerated_gauges(answers: Sequence[RegeneratedAnswer]) -> Gauges:

@@ -76,6 +76,8 @@ class Rollout:
 
     plays: EpisodePlayer | None = None
     """Who plays the episodes. None: the environment, in this process. Answers are judged by it either way."""
+    right: float | None = None
+    """The smallest outcome of a right answer, where it is named (`Env.right`)."""
 
     async def episode(
         self,
@@ -155,7 +157,7 @@ class Rollout:
         error: str,
     ) -> Episode:
         text, state = "\n".join(talk.turns), scrubbed_data(talk.state)
-        counts = (tuple(talk.lengths), talk.cut, talk.others)
+        counts = (tuple(talk.lengths), talk.cut, talk.others, self.right)
         return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, *counts)
 
     async def show(
@@ -175,7 +177,17 @@ class Rollout:
             decode, upto = self.dialogue(task.id).text, said.spoken_upto
             attempt = attempt_of(task, said.turns, Stop.SAID, segments, decode, upto, said.state)
             verdicts = (*await judging.judge(attempt, segments, sibling), *said.paid)
-            return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=scrubbed_data(said.state))
+            return Episode(
+                task,
+                visit,
+                sibling,
+                segments,
+                Stop.SAID,
+                verdicts,
+                text,
+                state=scrubbed_data(said.state),
+                right_at=self.right,
+            )
         seen, ids = self.renderer.pair(prompt, completion, task.id, task.tools)
         transcript = Transcript(sampling)
         transcript.see(seen)
@@ -185,7 +197,7 @@ class Rollout:
         upto = partial(tokens_upto, dialogue, ids)
         attempt = attempt_of(task, (text,), Stop.SAID, (segment,), dialogue.text, upto)
         verdicts = await judging.judge(attempt, (segment,), sibling)
-        return Episode(task, visit, sibling, (segment,), Stop.SAID, verdicts, text)
+        return Episode(task, visit, sibling, (segment,), Stop.SAID, verdicts, text, right_at=self.right)
 
     async def group(self, task: Task, visit: int, request: RolloutRequest, sampling: Sampling, stream: str) -> Group:
         """Play all siblings of one prompt concurrently.

@@ -21,7 +21,6 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.step_labels import StepLabeling
 from posttrain.core.stop import Stop
 from posttrain.core.types import Episode, Group, Kept, Said
-from posttrain.core.verdict import SOLVED
 from posttrain.role.concurrency import together
 from posttrain.role.judging import SiblingVerdicts
 from posttrain.role.rollout import Rollout
@@ -214,7 +213,7 @@ class StepLabeler:
             return None
         tokens, before = self.cut(own), slice(number - 1)
         values = StepValues(
-            right=(*answer.values.right[before], int(own.figure >= SOLVED)), asked=(*answer.values.asked[before], 1)
+            right=(*answer.values.right[before], int(own.right.of(own.figure))), asked=(*answer.values.asked[before], 1)
         )
         steps, completions = steps_of_text(own.text, stage.separator), (*answer.completions[before], (own,))
         return LabelledAnswer(own, steps, tokens, values, self.soft(values), completions, early=True)
@@ -232,12 +231,10 @@ class StepLabeler:
                 continue
             asked.append(self.from_step(e, number, upto, known, judging))
         completions = tuple([x if isinstance(x, tuple) else await x for x in asked])
-        judged = [[c.figure for c in own if c.figure is not None] for own in completions]
+        judged = [[c.right.of(c.figure) for c in own if c.figure is not None] for own in completions]
         if not all(judged):
             return None
-        values = StepValues(
-            right=tuple(sum(x >= SOLVED for x in own) for own in judged), asked=tuple(len(own) for own in judged)
-        )
+        values = StepValues(right=tuple(sum(own) for own in judged), asked=tuple(len(own) for own in judged))
         steps, soft = steps_of_text(e.text, self.stage.separator), self.soft(values)
         return LabelledAnswer(e, steps, tokens, values, soft, completions)
 

@@ -17,11 +17,12 @@ from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.ports import Environment, EpisodeJudge, Sampler
 from posttrain.core.process import Aggregate, aggregated, step_ends
+from posttrain.core.right import right_of
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Segment, Task
-from posttrain.core.verdict import SOLVED, outcome
+from posttrain.core.verdict import Judged, outcome
 from posttrain.role.concurrency import together
 from posttrain.role.judging import attempt_of
 from posttrain.role.probe import READ
@@ -67,6 +68,7 @@ class StepSearch:
         verified: whole answers are scored by the environment's own verdict, where none of these is given.
         budget: tokens a task; a search that has spent them begins nothing more. 0: no limit.
         version: of the weights that say all of it. None: those that say the first token.
+        right_at: the smallest outcome of a right answer, where it is named.
     """
 
     sampler: Sampler
@@ -83,6 +85,7 @@ class StepSearch:
     verifier: StepVerifier | None = None
     budget: int = 0
     version: int | None = None
+    right_at: float | None = None
     spent_on: Counter[str] = field(default_factory=Counter[str])
     """Tokens said since the search began, by task."""
     _prompts: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
@@ -206,11 +209,15 @@ class StepSearch:
 
     async def verdict(self, task: Task, b: Beginning) -> float | None:
         """The environment's outcome of an answer; None where it could not be judged."""
+        return outcome(await self._judged(task, b))
+
+    async def _judged(self, task: Task, b: Beginning) -> Sequence[Judged]:
         said = (self.text(b.ids),)
         attempt = attempt_of(task, said, b.stop or Stop.LENGTH, (self._segment(task, b),), self.text, int)
-        return outcome(await self.environment.judge(attempt))
+        return await self.environment.judge(attempt)
 
     async def right(self, task: Task, b: Beginning) -> bool | None:
         """Whether the environment judges it right; None where it could not be judged."""
-        found = await self.verdict(task, b)
-        return None if found is None else found >= SOLVED
+        found = await self._judged(task, b)
+        paid = outcome(found)
+        return None if paid is None else right_of(found, self.right_at).of(paid)

@@ -112,7 +112,7 @@ def test_quiet_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 def test_the_report_keeps_to_80_columns(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["summary", str(run)]) == 0
     said = capsys.readouterr().out
-    assert "Did it learn?" in said and "X held-out accuracy" in said and "\x1b" not in said
+    assert "Did it learn?" in said and "o held-out reward" in said and "\x1b" not in said
     assert all(len(x) <= 80 for x in said.splitlines() if not any(w in x for w in ("  # ", "run folder", "posttrain ")))
 
 
@@ -242,7 +242,7 @@ def test_a_reward_that_rises_while_what_is_measured_does_not_is_exploited(run: P
     assert said.word == "paid more, not more often right"
     assert "its reward pays 0.000 -> 2.000" in said.text and "a larger KL" in said.advice[1]
     better = Gain.of(none, dict.fromkeys(right, 1.0))
-    assert stage_learned(of.run, replace(paid, accuracy=better), "runs/x").word == "learned"
+    assert stage_learned(of.run, replace(paid, accuracy=better, reward=better), "runs/x").word == "learned"
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------

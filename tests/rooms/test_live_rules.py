@@ -47,6 +47,7 @@ def rises_and_falls(a: float, b: float, c: float, steps: int = 40, scatter: floa
 HEALTHY: dict[str, Shape] = {
     "rollout/reward": ramp(0.4, 0.8, 40, 0.1),
     "rollout/solved": ramp(0.4, 0.8, 40, 0.1),
+    "rollout/reward_std": steady(0.4),
     "rollout/mixed": steady(0.7),
     "rollout/tokens": steady(8, 1),
     "rollout/truncated": steady(0.02),
@@ -65,9 +66,12 @@ HEALTHY: dict[str, Shape] = {
 }
 
 
-def log(steps: int = 40, clock: dict[str, Shape] | None = None, **changed: Shape) -> list[Step]:
-    """A record of one stage: the healthy gauges with some changed; `rollout__reward` is rollout/reward."""
+def log(steps: int = 40, clock: dict[str, Shape] | None = None, grades: bool = False, **changed: Shape) -> list[Step]:
+    """A record of one stage: the healthy gauges with some changed; `rollout__reward` is rollout/reward. `grades`:
+    rewards are grades, so no share of right answers is recorded."""
     shapes = HEALTHY | {n.replace("__", "/"): shape for n, shape in changed.items()}
+    if grades:
+        del shapes["rollout/solved"]
     return [
         Step("rl", i, i, {n: Gauge(f(i), 1) for n, f in shapes.items()}, {n: f(i) for n, f in (clock or {}).items()})
         for i in range(1, steps + 1)
@@ -189,6 +193,10 @@ SICK: dict[str, Sick] = {
             "2. a step changes",
         ),
     ),
+    "siblings_agree": Sick(
+        log(8, grades=True, rollout__reward=steady(17, 0.4), credit__silent=steady(0.95)),
+        ("siblings earn the same reward in 95% of the groups", "If this is the most", "rl.sampling.temperature"),
+    ),
     "judges_fail": Sick(log(4, rollout__failed=steady(0.2)), ("20% of the samples could not be judged",)),
     "source_is_mute": Sick(log(6, canary__mute_sources=steady(0.5)), ("given 0 to every answer",)),
     "tool_is_dead": Sick(
@@ -212,6 +220,61 @@ def test_a_reward_that_falls_slowly_to_less_than_half_is_a_collapse_and_not_flat
 def test_a_reward_that_falls_a_little_is_not_called_flat() -> None:
     found = said(log(40, rollout__reward=ramp(0.6, 0.45, 40, 0.05), rollout__solved=ramp(0.6, 0.45, 40, 0.05)))
     assert set(found) == {"reward_is_flat"} and found["reward_is_flat"].startswith("the reward falls: 0.")
+
+
+GRADED: dict[str, Sick] = {
+    "collapse": Sick(
+        log(
+            12,
+            grades=True,
+            rollout__reward=at(8, -9.1, steady(-2.2, 0.3)),
+            rollout__reward_std=steady(1.5),
+            policy__kl_step=at(7, 4.2, steady(2e-3)),
+        ),
+        ("fell from -2.", "to -9.1 after step 7"),
+        ("update_too_large",),
+    ),
+    "entropy_collapses": Sick(
+        log(24, grades=True, rollout__entropy=ramp(0.6, -0.5, 12), rollout__reward=steady(-0.4, 0.1)),
+        ("the entropy has collapsed", "the reward went from -0."),
+    ),
+    "reward_is_constant": Sick(
+        log(8, grades=True, rollout__reward=steady(-1), rollout__mixed=steady(0), credit__silent=steady(1)),
+        ("same reward (-1)", "the least that it pays"),
+    ),
+    "cut_off_before_the_answer": Sick(
+        log(
+            6, grades=True, rollout__truncated=steady(0.97), rollout__reward=steady(0.3, 0.1), credit__silent=steady(1)
+        ),
+        ("97% of the answers are cut off", "100% of the groups have no spread", "rl.sampling.max_tokens=64"),
+    ),
+    "reward_without_quality": Sick(
+        log(24, grades=True, rollout__reward=ramp(2, 9, 24), reward__grade=ramp(-3, -6, 24)),
+        ("while grade falls (-3",),
+    ),
+    "heldout_falls": Sick(
+        evaluated(
+            log(grades=True, rollout__reward=ramp(17, 19, 40, 0.5), rollout__reward_std=steady(3)),
+            s10=18.0,
+            s20=17.5,
+            s30=16.0,
+        ),
+        ("held-out reward fell from 18 (step 10) to 16 (step 30)",),
+    ),
+    "reward_is_flat": Sick(
+        log(40, grades=True, rollout__reward=steady(17, 0.4), credit__silent=steady(0.75)),
+        ("the reward is flat: 1", "1. 75% of the groups have no spread: siblings earn the same (use finer grades"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADED)
+def test_of_grades_a_rule_says_nothing_of_right_and_wrong(name: str) -> None:
+    sick = GRADED[name]
+    found = said(sick.steps, sick.stage)
+    assert name in found and set(found) <= {name, *sick.also}, found
+    assert not [w for w in sick.words if w not in found[name]], found[name]
+    assert not [w for w in ("are right", "are wrong", "too easy", "too hard") if w in found[name]]
 
 
 def test_every_rule_has_a_sick_log() -> None:
@@ -257,8 +320,26 @@ HEALTHY_LOGS: dict[str, list[Step]] = {
     "warms up": log(12, optim__lr=lambda i: 5e-4 * min(1, i / 200), policy__kl_step=steady(1e-7)),
     "answers grow longer and better": log(rollout__tokens=ramp(6, 14, 40), rollout__truncated=ramp(0, 0.3, 40)),
     "one step without spread": log(credit__silent=lambda i: float(i == 5), rollout__solved=lambda i: 0.4 * (i != 5)),
-    "graded rewards below 1": log(rollout__solved=steady(0), rollout__reward=ramp(0.2, 0.6, 40)),
-    "graded rewards far from 0 to 1": log(rollout__solved=steady(1), rollout__reward=ramp(-5, 3, 40)),
+    "grades below 1": log(grades=True, rollout__reward=ramp(0.2, 0.6, 40)),
+    "grades far from 0 to 1": log(grades=True, rollout__reward=ramp(-5, 3, 40), rollout__reward_std=steady(3)),
+    "grades that wobble about 0": log(grades=True, rollout__reward=steady(0, 0.8)),
+    "grades that are all above 1": log(
+        grades=True, rollout__reward=ramp(17, 19, 40, 0.5), credit__silent=steady(0.7), rollout__reward_std=steady(2)
+    ),
+    "held-out grades wobble": evaluated(
+        log(grades=True, rollout__reward=ramp(17, 19, 40, 0.5), rollout__reward_std=steady(3)),
+        s10=17.9,
+        s20=17.4,
+        s30=18.1,
+        s40=17.5,
+    ),
+    "grades rise and are sure": log(
+        grades=True,
+        rollout__reward=ramp(-9, -1, 40),
+        rollout__entropy=ramp(0.6, -0.5, 40),
+        rollout__reward_std=steady(4),
+    ),
+    "named grades": log(rollout__solved=steady(0), rollout__reward=ramp(0.2, 0.6, 40)),
     "held-out wobbles": evaluated(log(40), s10=0.5, s20=0.56, s30=0.52, s40=0.6),
     "a source trades off a little": log(reward__exact=ramp(0.3, 0.8, 40), reward__brief=ramp(0.9, 0.8, 40)),
     "a tool is used wrongly at times": log(clock={"tools/failed/get": steady(0.6)}),

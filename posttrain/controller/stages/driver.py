@@ -237,7 +237,8 @@ class Driver(ABC, Generic[S, T, A]):
         if start == come_to(run.stages, self.stage) and self._on_its_tasks:
             return p.accuracy and p.accuracy[0], p.reward and p.reward[0]
         same = [r for r in p.results if run.env_of(run.stage(r.name)) == run.env_of(self.stage)]
-        ended = [(r.accuracy[0], r.reward and r.reward[0]) for r in same if r.name == start and r.accuracy is not None]
+        measured = [(r.accuracy, r.reward) for r in same if r.name == start and (r.accuracy or r.reward)]
+        ended = [(a and a[0], paid and paid[0]) for a, paid in measured]
         began = [(r.before, r.reward_before) for r in same if r.start == start]
         return next(iter((*ended, *began)), (None, None))
 

@@ -31,8 +31,8 @@ class StageResult:
     seconds: float
     roles: Mapping[str, float]
     accuracy: tuple[float, float, float] | None
-    """Share of held-out answers that are right (pass@1) with its 95 % interval; None where nothing was measured, or
-    nothing could be judged."""
+    """Share of held-out answers that are right (pass@1) with its 95 % interval; None where nothing was measured,
+    nothing could be judged, or outcomes are grades that tell no such share (`core.right`)."""
     greedy: float | None
     """The same of argmax answers."""
     pass_at: Mapping[str, float]
@@ -46,10 +46,10 @@ class StageResult:
     hands_on: bool = True
     """Whether the run went on with its weights."""
     reward: tuple[float, float, float] | None = None
-    """Mean held-out outcome with its 95 % interval: another number than accuracy where a reward grades."""
+    """Mean held-out outcome with its 95 % interval. It leads where outcomes are grades."""
     reward_before: float | None = None
     graded: bool = False
-    """Whether some held-out outcome was neither 0 nor 1."""
+    """Whether held-out outcomes are grades, not pass or fail."""
     peaks: Mapping[str, float] = field(default_factory=dict[str, float])
     """Peak bytes of each role."""
     agreement: tuple[float, float, float] | None = None

@@ -274,8 +274,8 @@ PRODUCTIVE = (0.1, 0.8)
 
 
 def productive_band(report: EvaluationReport) -> str:
-    """Whether reinforcement has work to do: the pass rate before it is `PRODUCTIVE`. No rate is said where nothing
-    could be judged."""
+    """Whether reinforcement has work to do: the pass rate before it is `PRODUCTIVE`; of grades, whether the answers to
+    one prompt differ in reward. No rate is said where nothing could be judged."""
     if report.unmeasured:
         return (
             f"pass rate before RL: not known, none of {report.unjudged} held-out samples could be judged."
@@ -287,6 +287,8 @@ def productive_band(report: EvaluationReport) -> str:
         if report.unjudged
         else ""
     )
+    if report.graded:
+        return _spread_before(report) + left
     (low, high), rate = PRODUCTIVE, report.pass_at[1].mean if report.pass_at else 0.0
     if low <= rate <= high:
         return f"pass rate before RL: {rate:.1%}, inside the productive band ({low:.0%} to {high:.0%}){left}"
@@ -296,3 +298,20 @@ def productive_band(report: EvaluationReport) -> str:
         else "most groups will be all right: use harder tasks"
     )
     return f"pass rate before RL: {rate:.1%}, OUTSIDE the productive band ({low:.0%} to {high:.0%}); {advice}{left}"
+
+
+def _spread_before(report: EvaluationReport) -> str:
+    """The band of rewards that are grades: groups teach where their answers earn differently."""
+    groups = [g for g in report.groups if sum(e.figure is not None for e in g.episodes) > 1]
+    begun = f"mean reward before RL: {report.reward.mean:.4g}"
+    if not groups:
+        return f"{begun}; one sample of a prompt does not tell the spread within a group (evaluation.samples=4 does)"
+    share = sum(g.mixed for g in groups) / len(groups)
+    each = min(len(g.episodes) for g in groups)
+    seen = f"{begun}; the answers to one prompt differ in reward on {share:.0%} of the prompts ({each} samples each)"
+    if share >= PRODUCTIVE[0]:
+        return f"{seen}: groups have a spread to learn from"
+    return (
+        f"{seen}: most groups will have NO SPREAD, and teach nothing. A reward of finer grades, a higher"
+        " sampling.temperature, or prompts of another difficulty give it"
+    )

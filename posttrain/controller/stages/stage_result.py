@@ -46,9 +46,10 @@ def result_of(driver: Driver[Any, Any, Any], report: EvaluationReport | None) ->
 
 def measured_words(result: StageResult) -> str:
     """What was measured at the end of a stage, for a line that people read; '' where nothing was."""
-    out = f"; held-out accuracy {result.accuracy[0]:.3f}" if result.accuracy else ""
+    said = [f"accuracy {result.accuracy[0]:.3f}"] if result.accuracy else []
     if result.reward and result.graded:
-        out += f", mean reward {result.reward[0]:.3f}"
+        said = [f"mean reward {result.reward[0]:.4g}", *said]
+    out = f"; held-out {', '.join(said)}" if said else ""
     if result.proxy:
         out += f"; its reward pays {result.proxy[0]:.3f}"
     if result.agreement:

@@ -1,0 +1,126 @@
+"""What counts as a right answer, and whether rewards are pass or fail or grades. Every reader of a reward asks here.
+
+Outcomes are pass or fail if each is 0 or 1. Then what leads is the accuracy, the share of right answers. Else they are
+grades, and the mean reward leads. A right answer has an outcome of at least `Env.right`. Where that is not set it is
+1, and the share of right answers is told of grades only if 1 is their full marks: some outcome reaches it, and none is
+above it. The score of a model (a reward model, a judge) is a grade, and without a named `Env.right` no score is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from posttrain.core.env import Env
+from posttrain.core.spread import RESOLUTION
+from posttrain.core.verdict import Judged
+
+FULL = 1.0
+"""The smallest outcome of a right answer, where `Env.right` names none."""
+SLACK = 1e-9
+"""How far an outcome may lie below it: the rounding of a sum of rewards."""
+
+
+@dataclass(frozen=True)
+class Right:
+    """The smallest outcome of a right answer."""
+
+    at: float | None = FULL
+    """None: no outcome is right, since a model's score is a grade."""
+    named: bool = False
+    """Whether it is the user's (`Env.right`)."""
+
+    def of(self, outcome: float | None) -> bool:
+        """Whether an outcome is right."""
+        return self.at is not None and outcome is not None and outcome >= self.at - SLACK * max(1.0, abs(self.at))
+
+    def share(self, outcomes: Sequence[float] | np.ndarray) -> float:
+        """The share of outcomes that are right; NaN where there is none.
+
+        >>> Right().share([0, 0.9, 1, 17]), Right(0.9, True).share([0, 0.9, 1]), Right(None).share([3.2])
+        (0.5, 0.6666666666666666, 0.0)
+        """
+        return sum(self.of(float(x)) for x in outcomes) / len(outcomes) if len(outcomes) else math.nan
+
+
+def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = False) -> Right:
+    """What is right by the sources of what is paid, or of what is measured. A source that gives scores coarser than a
+    verifier's is a model (`Reward.resolution`)."""
+    if named is not None:
+        return Right(named, True)
+    own = (j for j in verdicts if (j.measured if measured else j.counts))
+    return Right(None if any(j.resolution > RESOLUTION for j in own) else FULL)
+
+
+class Vouching(Protocol):
+    """What an environment says of its right answers (`core.abilities.GoldAnswers`)."""
+
+    @property
+    def vouched(self) -> bool: ...
+
+
+def named_right(config: Env, gold: Vouching | None) -> float | None:
+    """The smallest outcome of a right answer, where it is named: by `Env.right`, or as 1 by an environment that
+    promises so of its own verdict, where the outcome is that verdict alone."""
+    if config.right is not None:
+        return config.right
+    measured = config.measured or any(r.measured for r in config.rewards)
+    alone = not any(r.measured == measured and (r.weight or measured) for r in config.rewards)
+    promised = gold is not None and gold.vouched
+    return FULL if promised and alone and measured == config.measured else None
+
+
+@dataclass(frozen=True)
+class Grades:
+    """How some outcomes are to be read.
+
+    >>> letters, rubric = Grades.of([16, 17, 18.0]), Grades.of([0.1, 0.9])
+    >>> letters.graded, letters.tells, rubric.tells, Grades.of([0.2, 1.0]).tells, Grades.of([0, 1, 1]).graded
+    (True, False, False, True, False)
+    """
+
+    right: Right
+    low: float
+    high: float
+    """The smallest and the largest outcome."""
+    binary: bool
+    """Whether each is 0 or 1."""
+
+    @staticmethod
+    def of(outcomes: Sequence[float] | np.ndarray, right: Right | None = None) -> Grades:
+        x = np.asarray(outcomes, np.float64)
+        low, high = (float(x.min()), float(x.max())) if len(x) else (0.0, 0.0)
+        return Grades(Right() if right is None else right, low, high, bool(np.all((x == 0) | (x == 1))))
+
+    @property
+    def graded(self) -> bool:
+        """Whether the mean reward leads."""
+        return not (self.binary and self.right.at is not None and 0 < self.right.at <= 1)
+
+    @property
+    def tells(self) -> bool:
+        """Whether the share of right answers says something."""
+        full = self.right.named or not self.graded
+        return self.right.at is not None and (full or abs(self.high - self.right.at) <= SLACK)
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The ends of the scale: of grades the smallest and the largest outcome, where they differ; else 0 and 1 are on
+        it.
+
+        >>> Grades.of([16, 18.5]).scale, Grades.of([0, 0]).scale, Grades.of([-1.0, -1.0]).scale
+        ((16.0, 18.5), (0.0, 1.0), (-1.0, 1.0))
+        """
+        if self.graded and self.high > self.low:
+            return self.low, self.high
+        return min(0.0, self.low), max(1.0, self.high)
+
+    def __or__(self, other: Grades) -> Grades:
+        """How the outcomes of both are to be read."""
+        right = self.right if self.right.at is None else other.right
+        low, high = min(self.low, other.low), max(self.high, other.high)
+        return Grades(right, low, high, self.binary and other.binary)
