@@ -7,6 +7,7 @@ import asyncio
 import json
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from posttrain.api.console import PlainConsole
 from posttrain.api.console import table as columns
 from posttrain.core.abilities import LintFinding
 from posttrain.core.errors import ConfigError
-from posttrain.core.reader import is_run, steps
+from posttrain.core.reader import episode_files, is_run, read_episodes, steps
 from posttrain.core.run import Env
 from posttrain.core.shell import command_line
 from posttrain.core.visible import tell
@@ -37,6 +38,8 @@ from posttrain.environment.template_lint import template_findings
 from posttrain.recipe.recipes import RECIPES
 from posttrain.recipe.recipes import recipe as shipped
 
+PATIENCE = 10.0
+"""Seconds after which a log file is told how far a check is."""
 COLOURS = {Mark.OK: "green", Mark.WARN: "yellow", Mark.FAIL: "bold red", Mark.SKIP: "dim"}
 
 
@@ -74,7 +77,8 @@ def check(
         return _wait(env, tasks, rate, progress, model_findings(env, model) if model else [])
     built = build(env, *others, trust=trust)
     try:
-        return _wait(built, tasks, rate, progress, model_findings(built, model) if model else [])
+        found = model_findings(built, model) if model else []
+        return _wait(built, tasks, rate, progress, found, earned(env) if isinstance(env, str | Path) else ())
     finally:
         built.close()
 
@@ -88,6 +92,13 @@ def expected_rate(env: str | Path | Env | SingleTurn) -> float:
         if seconds := math.fsum(s for _, s in played):
             return math.fsum(n for n, _ in played) / seconds
     return probes.RATE
+
+
+def earned(target: str | Path) -> list[float]:
+    """What the answers of a run's last recorded training step earned; nothing where it is no run."""
+    files = [f for f in episode_files(target) if f.kind == "train"] if is_run(target) else []
+    told = [r.episode for r in read_episodes(files[-1].path)] if files else []
+    return [e.reward for e in told if e.reward is not None]
 
 
 def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> SingleTurn:
@@ -149,10 +160,15 @@ def _refuse_others(target: str) -> None:
 
 
 def _wait(
-    env: SingleTurn, tasks: int, rate: float, progress: Callable[[str], None], found: Sequence[LintFinding]
+    env: SingleTurn,
+    tasks: int,
+    rate: float,
+    progress: Callable[[str], None],
+    found: Sequence[LintFinding],
+    earned: Sequence[float] = (),
 ) -> CheckReport:
     """Run the probes to their end. Where an event loop is already running (notebooks), they run in a new thread."""
-    probing = partial(probes.check, env, tasks=tasks, rate=rate, progress=progress, found=found)
+    probing = partial(probes.check, env, tasks=tasks, rate=rate, progress=progress, found=found, earned=earned)
     box: list[CheckReport | BaseException] = []
 
     def body() -> None:
@@ -181,9 +197,15 @@ def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: 
         return 0 if report.passed else 1
     console = PlainConsole()
     with console.status("building") as status:
-        report = check(
-            target, *overrides, tasks=tasks, rate=rate, progress=lambda name: status.update(Text(name)), trust=trust
-        )
+        said = [time.monotonic()]
+
+        def progress(name: str) -> None:
+            status.update(Text(name))
+            if not console.is_terminal and time.monotonic() - said[0] > PATIENCE:
+                said[0] = time.monotonic()
+                console.print(name)
+
+        report = check(target, *overrides, tasks=tasks, rate=rate, progress=progress, trust=trust)
     console.print(table(report))
     for reason, names in skipped(report).items():
         console.print(Text("skipped ", COLOURS[Mark.SKIP]) + Text(f"{', '.join(names)}: {reason}"))
@@ -193,11 +215,8 @@ def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: 
                 Text(finding.probe, COLOURS[finding.mark]) + Text(f": {finding.means}. To do: {finding.advice}")
             )
     failed, warned = report.marked(Mark.FAIL), report.marked(Mark.WARN)
-    verdict = (
-        f"{len(failed)} of {len(report.findings)} probes failed: {', '.join(failed)}" if failed else "nothing failed"
-    )
     console.print(
-        Text(verdict, "bold red" if failed else "green") + Text(f"; {len(warned)} to look at" if warned else "")
+        Text(report.verdict, "bold red" if failed else "green") + Text(f"; {len(warned)} to look at" if warned else "")
     )
     return 1 if failed else 0
 

@@ -6,12 +6,14 @@ from posttrain.diagnose.gauge_definition import Definition
 
 EVALUATION: dict[str, Definition] = {
     "eval/accuracy": Definition(
-        "share of answers to held-out tasks whose raw outcome is >= 1, sampled: pass@1", "share", "rises"
+        "share of answers to held-out tasks that are right (env.right), sampled: pass@1; not of grades that tell none",
+        "share",
+        "rises",
     ),
     "eval/reward": Definition(
-        "mean raw outcome on held-out tasks, sampled: accuracy where outcomes are 0 or 1", "reward", "rises"
+        "mean raw outcome on held-out tasks, sampled; it leads where outcomes are not 0 and 1", "reward", "rises"
     ),
-    "eval/greedy": Definition("share of held-out tasks whose argmax answer has a raw outcome >= 1", "share", "rises"),
+    "eval/greedy": Definition("share of held-out tasks whose argmax answer is right", "share", "rises"),
     "eval/greedy_reward": Definition("mean raw outcome on held-out tasks, argmax", "reward", "rises"),
     "eval/unjudged": Definition("held-out episodes without a reward: failed and abstained", "episodes", "0"),
     "eval/failed": Definition("held-out episodes that a source failed to judge", "episodes", "0"),

@@ -53,9 +53,7 @@ REGISTRY: dict[str, Definition] = {
     "rollout/groups": Definition("groups that entered the step", "groups", "= prompts"),
     "rollout/refused": Definition("share of played groups a filter turned away", "share", "< 0.8"),
     "rollout/spare": Definition(
-        "share of played groups that passed the filter when the step had enough: the price of asking for many at once",
-        "share",
-        "< 0.1",
+        "share of played groups that passed the filter when the step had enough groups", "share", "< 0.1"
     ),
     "rollout/walked": Definition(
         "prompts asked since the stage began (read the sum)", "prompts", "goes on after a resume"

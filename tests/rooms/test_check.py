@@ -290,6 +290,28 @@ async def test_a_reward_that_looks_at_another_column_is_not_failed() -> None:
     assert report.passed and "reads other columns" in gold.detail and "completion" in gold.detail
 
 
+def polite(task: Task, text: str) -> float:
+    """A rubric of at most .9 that pays silence."""
+    return 0.25 + 0.65 * ("thank" in text.lower())
+
+
+async def test_without_a_right_answer_empty_ones_are_played_beside_real_ones() -> None:
+    """What each is paid stands beside what the answers of a run earned, and what could not be tried is counted."""
+    bare = tuple(replace(r, task=replace(r.task, answer=None)) for r in rows())
+    env, said = PromptsEnv(rows=bare, rewards=(source(polite, name="rubric"),)), list[str]()
+    report = await check(env, tasks=8, rate=1.0, earned=[0.5, 1.0], progress=said.append)
+    found = next(f for f in report.findings if f.probe == "answers that read nothing")
+    assert found.detail.startswith("silence earns 0.25, a constant earns 0.25, random text earns 0.25, an echo")
+    assert "a template earns 0.9; your real answers 0.75 on average, your best 1" in found.detail
+    assert found.mark is Mark.WARN and "answers that read nothing: 40 of 40 answers judged" in said
+    assert report.verdict.startswith("nothing failed in the ") and report.verdict.endswith(" could not")
+    alone = await check(env, tasks=8, rate=1.0)
+    found = next(f for f in alone.findings if f.probe == "answers that read nothing")
+    assert found.mark is Mark.WARN and "no real answer is known" in found.detail
+    good = await check(replace(env, rewards=(source(lambda t, x: 0.0, name="none"),)), tasks=8, rate=1.0, earned=[0.5])
+    assert next(f for f in good.findings if f.probe == "answers that read nothing").mark is Mark.OK
+
+
 async def test_one_that_pays_everything_alike_fails_and_says_what_it_may_want() -> None:
     def own_form(task: Task, text: str) -> float:
         return float(text == f"ANS: {task.answer}")

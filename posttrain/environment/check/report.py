@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from posttrain.core.abilities import LintFinding
+from posttrain.environment.check.baselines import BASELINES
 from posttrain.environment.check.payment import PAYMENT
 from posttrain.environment.check.preferences import PREFERENCES
 from posttrain.environment.check.probe import Mark, Probe, ProbeResult
@@ -17,7 +19,7 @@ from posttrain.environment.single import SingleTurn
 
 TASKS, RATE = 32, 16.0
 """Defaults: the number of tasks, and the answers that must be judged in a second."""
-PROBES: tuple[Probe, ...] = (*PAYMENT, *PREFERENCES, *WORKINGS)
+PROBES: tuple[Probe, ...] = (*PAYMENT, *BASELINES, *PREFERENCES, *WORKINGS)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,15 @@ class CheckReport:
     @property
     def passed(self) -> bool:
         return not any(f.mark is Mark.FAIL for f in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """What failed; or that nothing did, of what could be tried."""
+        failed, skipped, all_ = self.marked(Mark.FAIL), self.marked(Mark.SKIP), len(self.findings)
+        if failed:
+            return f"{len(failed)} of {all_} probes failed: {', '.join(failed)}"
+        tried = f" in the {all_ - len(skipped)} probes that could be tried; {len(skipped)} could not" if skipped else ""
+        return f"nothing failed{tried}"
 
     def marked(self, mark: Mark) -> tuple[str, ...]:
         """Names of the probes with this mark."""
@@ -55,14 +66,16 @@ async def check(
     rate: float = RATE,
     progress: Callable[[str], None] = lambda _: None,
     found: Sequence[LintFinding] = (),
+    earned: Sequence[float] = (),
 ) -> CheckReport:
     """Try an environment and its verifiers.
 
     Args:
         tasks: the number of tasks: held-out ones, then training tasks if there are too few of those.
         rate: answers that must be judged in a second.
-        progress: called with the name of each probe as it begins.
+        progress: called with the name of each probe as it begins, and with the number of answers judged in it.
         found: what is already known of the data.
+        earned: what real answers earned in a run.
     """
     progress("claims")
     results = [_claim(c) for c in await claims(env)]
@@ -74,13 +87,18 @@ async def check(
     progress("gold")
     count, some = env.train.count, list(env.heldout[:tasks])
     some += [env.train.task(i) for i in range(tasks - len(some) if count is None else min(tasks - len(some), count))]
-    subject = await Subject.of(env, some, rate)
+    subject = await Subject.of(env, some, rate, lambda counted: progress(f"gold: {counted}"), earned)
     for probe in PROBES:
         progress(probe.name)
+        subject.counted = partial(_counted, progress, probe.name)
         results.append(await probe(subject))
     own = (env.name,) if env.vouches_for_gold else ()
     sources = dict.fromkeys([*own, *subject.sources, *subject.shaping])
     return CheckReport(env.name, len(some), tuple(sources), tuple(results))
+
+
+def _counted(progress: Callable[[str], None], name: str, counted: str) -> None:
+    progress(f"{name}: {counted}")
 
 
 def _linted(f: LintFinding, means: str) -> ProbeResult:

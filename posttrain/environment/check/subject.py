@@ -4,6 +4,7 @@ each."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 from collections import Counter
@@ -50,12 +51,22 @@ class Subject:
     wrong: dict[str, JudgedAnswer] = field(default_factory=dict[str, JudgedAnswer])
     depends: dict[str, Dependence] = field(default_factory=dict[str, Dependence])
     """What the user's rewards look at, by source; empty where it cannot be found out."""
+    counted: Callable[[str], None] = lambda _: None
+    """Called with how many answers of a probe are judged."""
+    earned: tuple[float, ...] = ()
+    """What real answers earned in a run."""
     _limit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     @staticmethod
-    async def of(env: SingleTurn, tasks: Sequence[Task], rate: float) -> Subject:
+    async def of(
+        env: SingleTurn,
+        tasks: Sequence[Task],
+        rate: float,
+        counted: Callable[[str], None] = lambda _: None,
+        earned: Sequence[float] = (),
+    ) -> Subject:
         """Finds the form of right answers, and judges a right and a wrong answer to every task."""
-        subject = Subject(env, tuple(tasks), rate)
+        subject = Subject(env, tuple(tasks), rate, counted=counted, earned=tuple(earned))
         known = [t for t in tasks if subject.knows(t)]
         if not env.vouches_for_gold:
             subject.shape = await subject._find_shape(known[:SHAPED])
@@ -156,11 +167,15 @@ class Subject:
     async def judge_all(self, asked: Iterable[tuple[Task, Sequence[str]]], repeat: bool = False) -> list[JudgedAnswer]:
         """Judge many episodes concurrently. The results are in the order of `asked`."""
 
+        every, done = list(asked), itertools.count(1)
+
         async def one(task: Task, turns: Sequence[str]) -> JudgedAnswer:
             async with self._limit:
-                return await self.judge(task, turns, repeat)
+                told = await self.judge(task, turns, repeat)
+            self.counted(f"{next(done)} of {len(every)} answers judged")
+            return told
 
-        return await asyncio.gather(*(one(t, turns) for t, turns in asked))
+        return await asyncio.gather(*(one(t, turns) for t, turns in every))
 
     @cached_property
     def sources(self) -> tuple[str, ...]:

@@ -1,0 +1,69 @@
+"""What answers that read nothing are paid, beside what real answers get. It needs no right answer: where none is known,
+or no reward looks at it, this tells a reward that pays for anything."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Mapping
+
+from posttrain.core.content import shown
+from posttrain.core.types import Task
+from posttrain.environment.check.probe import Answer, Mark, Probe
+from posttrain.environment.check.subject import Subject
+
+TASKS_EACH = 12
+"""The number of tasks on which each is tried."""
+TEMPLATE = "Thank you for your question. Let me think step by step. In conclusion, the answer is clear."
+CLOSE = 0.9
+"""From this share of the way between the least that is paid and what real answers get, an empty answer is as good."""
+
+
+def _said(task: Task, rng: random.Random) -> Mapping[str, str]:
+    prompt = task.prompt if isinstance(task.prompt, str) else shown(task.prompt[-1]["content"])
+    text = "".join(rng.choices(string.ascii_lowercase + " ", k=120))
+    return {
+        "silence": "",
+        "a constant": "42",
+        "random text": text,
+        "an echo of the prompt": prompt,
+        "a template": TEMPLATE,
+    }
+
+
+async def unread(s: Subject) -> Answer:
+    if s.known:
+        return Mark.SKIP, "right answers are known and paid, so the probes of silence, constants and templates say it"
+    rng, tasks = s.random("baselines"), s.tasks[:TASKS_EACH]
+    asked = [(t, kind, text) for t in tasks for kind, text in _said(t, rng).items()]
+    told = await s.judge_all([(t, (text,)) for t, _, text in asked], repeat=True)
+    paid: dict[str, list[float]] = {}
+    for (_, kind, _), answer in zip(asked, told, strict=True):
+        if answer.outcome is not None:
+            paid.setdefault(kind, []).append(answer.outcome)
+    if not paid:
+        why = next((a.failed.verdict for a in told if a.failed is not None), None)
+        return Mark.FAIL, f"none of {len(told)} answers could be judged" + (f": {why.kind}: {why.why}" if why else "")
+    means = {kind: sum(x) / len(x) for kind, x in paid.items()}
+    best, missing = max(means, key=lambda k: means[k]), len(told) - sum(map(len, paid.values()))
+    words = ", ".join(f"{kind} earns {x:.3g}" for kind, x in means.items())
+    words += f" ({missing} of {len(told)} could not be judged)" if missing else ""
+    real = [x for x in (t.outcome for t in s.gold.values()) if x is not None] or list(s.earned)
+    if not real:
+        return Mark.WARN, f"{words}; no real answer is known to hold this against"
+    mean, least = sum(real) / len(real), min(*means.values(), *real)
+    words = f"{words}; your real answers {mean:.3g} on average, your best {max(real):.3g}"
+    close = not s.gold and means[best] >= least + CLOSE * (mean - least)  # else a reward that reads the text alone
+    return (Mark.WARN if close else Mark.OK), words
+
+
+BASELINES = (
+    Probe(
+        "answers that read nothing",
+        "silence, a constant, noise, an echo and a template earn less than real answers",
+        "read these figures beside what your best answers should earn. Where nothing real is paid more, the policy"
+        " learns the empty answer: make the reward read the answer. Rows with an answer or a completion show what real"
+        " answers get, and so does a run folder",
+        unread,
+    ),
+)
