@@ -49,7 +49,7 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     if judges:
         out.append((command_line("show", folder), "read what it said, and what it was paid"))
     if run.env.heldout and judges:
-        out.append((command_line("eval", folder, "--samples", "16"), "accuracy and pass@k on more samples"))
+        out.append((command_line("eval", folder, "--samples", "16"), "its held-out score on more samples"))
     if not worse:
         out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
     last = run.stages[-1]

@@ -158,10 +158,9 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         folder = request.out or new_folder(Path("runs"), run.recipe)
         contained = dict.fromkeys(x for e in request.environments for x in e.abilities.contained)
         places = {s.name: request.others.get(s.name, request.environment) for s in run.stages}
-        began = began_with(run, policy, places)
+        began = {**began_with(run, policy, places), **row_count(request.environment)}
         began[BEGAN][INPUTS] = {**input_digests(run), **task_digests(run, places)}
-        known = {**facts(policy, threads, tuple(contained)), **row_count(request.environment)}
-        book = Book.create(folder, run, {**known, **began, **request.recorded})
+        book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **began, **request.recorded})
         cleanup.callback(book.close)
         if request.objects.data:
             book.beside(DATA, request.objects.write_data)
@@ -177,8 +176,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
             *policy.describe(),
             *words_in_tokens(run, policy),
             *notes,
-            *price_lines(run),
-            *right_lines(run),
+            *setting_lines(run),
             f"run folder: {book.folder}",
             *tracker_lines(trackers),
         ):
@@ -199,6 +197,11 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     return RunSession(
         run, book, parts, policy, terminal, progress, kept, quiet, Stopper(on_step=request.on_step), cleanup
     )
+
+
+def setting_lines(run: Run) -> tuple[str, ...]:
+    """What settings mean for the whole run, as lines for people."""
+    return (*price_lines(run), *right_lines(run))
 
 
 def price_lines(run: Run) -> tuple[str, ...]:

@@ -239,8 +239,7 @@ class Driver(ABC, Generic[S, T, A]):
         same = [r for r in p.results if run.env_of(run.stage(r.name)) == run.env_of(self.stage)]
         measured = [(r.accuracy, r.reward) for r in same if r.name == start and (r.accuracy or r.reward)]
         ended = [(a and a[0], paid and paid[0]) for a, paid in measured]
-        began = [(r.before, r.reward_before) for r in same if r.start == start]
-        return next(iter((*ended, *began)), (None, None))
+        return next(iter((*ended, *((r.before, r.reward_before) for r in same if r.start == start))), (None, None))
 
     @property
     def _of_the_run(self) -> bool:
