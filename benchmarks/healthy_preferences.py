@@ -31,7 +31,7 @@ from benchmarks.blind import unwatched
 from benchmarks.healthy import RESULTS, Outcome, line, summary
 from posttrain.core import reader, seeds
 from posttrain.core.env import Env, Reward
-from posttrain.core.errors import ConfigError, PosttrainError
+from posttrain.core.errors import ConfigError, DataError, PosttrainError, RunFolderError
 from posttrain.core.preference_ladder import PREFERENCES
 from posttrain.core.preference_stage import OnlinePreference, Preference
 from posttrain.core.reward_model import RewardModel
@@ -181,10 +181,12 @@ def play(run: DrawnRun, folder: Path, **over: Any) -> Outcome:
 
 
 def _finite(run: DrawnRun, words: list[str], folder: Path) -> bool:
-    """Whether the run's losses are finite to its end with every check switched off."""
+    """Whether the run's losses are finite to its end with every check switched off (`healthy`)."""
     try:
         with unwatched():
             posttrain.run(base(run.stage, run.world), *words, out=folder, quiet=True)
+    except (ConfigError, DataError, RunFolderError):
+        return True
     except PosttrainError as error:
         print(f"  with checks off: {error}", flush=True)
         return False
