@@ -68,6 +68,16 @@ def drift(recompute: bool, seed: int) -> tuple[list[float], tuple[Speech, ...]]:
     return last, by_rules(recorded(steps), stage, "old_policy_is_the_new_one")
 
 
+def said_of(groups: list[np.ndarray]) -> tuple[Speech, ...]:
+    """What a run says of the rewards of eight steps with 25 of these groups each."""
+    reward = np.array([g.mean() for g in groups]).reshape(8, -1).mean(1)
+    mixed = np.array([g.max() > g.min() for g in groups]).reshape(8, -1).mean(1)
+    steps = {"rollout/reward": reward, "rollout/solved": reward, "rollout/mixed": mixed, "credit/silent": 1 - mixed}
+    stage = Reinforce(name="rl", algorithm=GRPO, siblings=len(groups[0]))
+    history = recorded({name: x.tolist() for name, x in steps.items()} | {"rollout/truncated": [0.0] * 8})
+    return by_rules(history, stage, "reward_is_constant", "too_easy", "too_hard")
+
+
 def compute(k: Values) -> Readout:
     made = torch.Generator().manual_seed(int(k["seed"]))
     answers = sample(k, made, float(k["skill"]))
@@ -92,7 +102,7 @@ def compute(k: Values) -> Readout:
         sentence=f"**{rewards.mean():.0%}** of these siblings are right (std **{rewards.std():.2f}**). Of 200 such "
         f"groups **{silent:.0%}** are silent: one reward for all.",
         values={"mean": float(rewards.mean()), "silent groups": silent, "moved at the last update": far[-1]},
-        says=said,
+        says=(*said, *said_of(groups)),
     )  # fmt: skip
 
 
@@ -129,8 +139,8 @@ the prompt <3+4+5> asks for a sum; an answer ends with #; right is 12#""",
     breaks=(
         Break({"recompute": True}, "The policy is compared with itself: the distance is 0 and the ratio 1 at every "
               "update, although the policy moves.", "old_policy_is_the_new_one", "old log-probs computed again"),
-        Break({"temperature": 0.1, "K": 2}, "Nearly all groups have one reward: nothing is learned from them.", None,
-              "temperature 0.1, two siblings"),
+        Break({"temperature": 0.1, "K": 2}, "All groups have one reward: nothing is learned from them.",
+              "reward_is_constant", "temperature 0.1, two siblings"),
     ),
     claims=(
         Claim("Silent groups of 4 siblings, each right with probability .9", "curriculum 13", 0.656,
