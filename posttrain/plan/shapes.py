@@ -90,7 +90,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2405.04434): keys and values come from one short vector a token."""
+    """Multi-head latent attention (DeepSeek-V2): keys and values come from one short vector a token."""
 
     query_rank: int
     """0: queries are made in one step."""
