@@ -104,8 +104,9 @@ def false_claims(folder: Path, output: str, steps: int) -> list[str]:
     flat, out = " ".join(output.split()), list[str]()
     told = flat.split("next: ")[0].split("run folder: ")
     spoken = told[0].split("right: a reward")[0] + " ".join(told[1:])
-    out += [f"speaks of {w!r}" for w in FORBIDDEN if w in spoken]
     before, after = means(folder, 0), means(folder, steps)
+    full = max(x for of in (before, after) for own in of.values() for x in own) == 1  # then 1 is right: some got it
+    out += [f"speaks of {w!r}" for w in FORBIDDEN[full:] if w in spoken]
     mean = {k: {p: sum(v) / len(v) for p, v in x.items()} for k, x in (("before", before), ("after", after))}
     start, end = (sum(mean[k].values()) / len(mean[k]) for k in ("before", "after"))
     if (m := re.search(rf"mean reward before RL: {NUMBER}", flat)) is None or not near(m[1], start):
