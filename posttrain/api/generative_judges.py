@@ -18,6 +18,7 @@ from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.run import Run
 from posttrain.core.sampling import Sampling
+from posttrain.core.spread import JUDGE_RESOLUTION
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.environment.render import Renderer
@@ -130,7 +131,7 @@ def _resolution(reward: Reward, judging: Judging, model: float) -> float:
     share of votes is an accuracy (`core.right`)."""
     if reward.resolution is not None:
         return reward.resolution
-    return model if judging.sides == 1 else 2.0**-39
+    return model if judging.sides == 1 else JUDGE_RESOLUTION
 
 
 def _line(name: str, reward: Reward, judging: Judging) -> str:

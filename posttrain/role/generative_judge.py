@@ -20,6 +20,7 @@ from posttrain.core.errors import DataError, InvariantError
 from posttrain.core.loop_thread import LoopThread
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
+from posttrain.core.spread import JUDGE_RESOLUTION
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Segment
 from posttrain.core.verdict import Judged, Verdict
@@ -76,7 +77,7 @@ class GenerativeJudge:
     """Each answer is compared with the next so many of its group, and so with twice as many; 0: with all."""
     meta: JudgeMember | None = None
     """A reward model of judgements. Of the votes about one comparison, the half that it scores highest counts."""
-    resolution: float = 2.0**-39
+    resolution: float = JUDGE_RESOLUTION
     measured: bool = False
     """Whether its score is measured and not paid."""
     line: str = ""
