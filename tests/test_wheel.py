@@ -58,7 +58,7 @@ def test_its_metadata_says_what_a_package_index_shows(made: Path) -> None:
         told = message_from_bytes(packed.read(name))
         assert any(n.endswith("/licenses/LICENSE") for n in packed.namelist())
     assert told["Name"] == "posttrain" and told["License-Expression"] == "Apache-2.0"
-    assert told["Description-Content-Type"] == "text/markdown" and "First success" in str(told.get_payload())
+    assert told["Description-Content-Type"] == "text/markdown" and "## Quickstart" in str(told.get_payload())
     assert set(told.get_all("Provides-Extra") or ()) == set(PROJECT["optional-dependencies"])
 
 

@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
 from rich.text import Text
 
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted
-from posttrain.api.console import PlainConsole
+from posttrain.api.console import Group, PlainConsole
 from posttrain.api.console import table as columns
 from posttrain.core.abilities import LintFinding
 from posttrain.core.errors import ConfigError

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Group
-
-from posttrain.api.console import PlainConsole, table
+from posttrain.api.console import Group, PlainConsole, table
 from posttrain.api.summary import WIDTH, short
 from posttrain.core.interval import Score
 from posttrain.diagnose.compared import SAME_LOSS, ComparedRun, GroupGain, RunComparison, RunGroup, compare_runs

@@ -6,9 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rich.console import Group
-
-from posttrain.api.console import table
+from posttrain.api.console import Group, table
 from posttrain.controller.parts import RunParts
 from posttrain.core.role_row import RoleRow
 from posttrain.engine.pool.busy import BusyTime

@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
-
 from posttrain import faults
 from posttrain.api.admit import to_stderr
-from posttrain.api.console import PlainConsole, table
+from posttrain.api.console import Group, PlainConsole, table
 from posttrain.api.endpoint import is_url
 from posttrain.api.environments import make_environment
 from posttrain.api.handed import HandedObjects

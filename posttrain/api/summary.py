@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
-
-from posttrain.api.console import PlainConsole, table
+from posttrain.api.console import Group, PlainConsole, table
 from posttrain.api.curve import curve_lines, picture
 from posttrain.api.lineage import write_lineage
 from posttrain.api.next_steps import next_steps

@@ -217,7 +217,7 @@ def test_a_folder_that_holds_a_run_or_is_in_use(tmp_path: Path, capsys: pytest.C
         (("run", "ladder", "rl.steps=many"), "rl.steps=many: expected a whole number"),
         (("run", "ladder", "algorithm=grop"), "did you mean 'grpo'"),
         (("run", "ladder", "env=arithmetik"), "did you mean 'arithmetic'"),
-        (("run", "ladder", "env=countdown"), "Leave the stage out with cot=none"),
+        (("run", "ladder", "env=countdown"), "leave the stage out with cot=none"),
         (("run", "ladder", "rl=none"), "must name an earlier stage"),
         (("run", "ladder", "rl=none", "rl.steps=3"), "keep one"),
         (("run", "arithmetic", "rl=none", "sft=none"), "at least one stage"),

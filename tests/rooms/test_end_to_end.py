@@ -186,7 +186,7 @@ def test_inside_a_running_event_loop(tmp_path: Path) -> None:
         return posttrain.run(*mine(tmp_path / "data"), out=tmp_path / "run", quiet=True)
 
     result = asyncio.run(cell())
-    assert result.folder == tmp_path / "run" and result.accuracy is not None
+    assert result.folder == tmp_path / "run" and result.reward is not None
 
 
 # --- one's own model, environment, algorithm --------------------------------------------------------------------------

@@ -91,10 +91,11 @@ LESSON = Lesson(
     compute=compute,
     breaks=(
         Break({"model": "Llama-3.1-70B", "devices": 8, "sequences": 256, "length": 8192},
-              "The caches are five times as large as the weights, and 71 sequences wait until others end.", None),
+              "The caches are five times as large as the weights, and 71 sequences wait until others end.", None,
+              "many long sequences"),
         Break({"shared": False, "sequences": 128, "length": 4096},
               "The same model with a key head for each query head: four times the cache, and a quarter "
-              "of the sequences.", None),
+              "of the sequences.", None, "nothing is shared"),
     ),
     claims=(
         Claim("Llama-3-8B, KB a token", "curriculum 20", 131, lambda: kilobytes("Llama-3.1-8B")),
