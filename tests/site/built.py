@@ -133,9 +133,10 @@ def test_every_page_of_the_repository_is_there(site: Path) -> None:
 
 
 def test_every_page_says_whom_it_is_for(site: Path) -> None:
-    """The reference too; pages that show a source file and those of the generator are no pages to read."""
-    made = {"genindex.html", "search.html"}
-    found = [p for p in html(site) if p.name not in made and "source" not in p.relative_to(site).parts]
+    """The reference too. Pages that show a source file and those of the generator are no pages to read, and those of
+    the lab begin with their question."""
+    made, others = {"genindex.html", "search.html"}, {"source", "lab"}
+    found = [p for p in html(site) if p.name not in made and others.isdisjoint(p.relative_to(site).parts)]
     said = {p: " ".join("".join(read(p).text).split()) for p in found}
     lacking = [p.relative_to(site) for p, text in said.items() if "For people" not in text and "For you" not in text]
     assert len(found) > 160 and not lacking, lacking
