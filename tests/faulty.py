@@ -118,7 +118,7 @@ class Struck(Waits):
         self.played += who is not None and who.stream.startswith("train")
         if self.played == STRUCK:
             self.played += 1
-            os.kill(engine_processes()[0], signal.SIGKILL)
+            os.kill(engine_processes()[-1], signal.SIGKILL)  # those of an earlier run may still be ending
         return await super().play(task, talk)
 
 
@@ -128,8 +128,9 @@ STRUCK = 30
 
 def engine_processes() -> list[int]:
     """Processes of engines that this one has started, oldest first."""
-    children = sorted({int(p) for t in Path("/proc/self/task").glob("*/children") for p in t.read_text().split()})
-    return [p for p in children if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    children = {int(p) for t in Path("/proc/self/task").glob("*/children") for p in t.read_text().split()}
+    engines = [p for p in children if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return sorted(engines, key=lambda p: int(Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[19]))
 
 
 SUMS = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 9}, heldout=20)

@@ -47,8 +47,10 @@ def prepare(toy: bool) -> None:
 
 
 def settings(named: dict, prefix: str = "") -> list[str]:
-    """Keyword settings, nested ones too, as words; one that is None takes a stage out."""
-    return [
+    """Keyword settings, nested ones too, as words; one that is None takes a stage out, and `posttrain.prompts(FILE)` is
+    `env.prompts=FILE`."""
+    data = getattr(getattr(named.get("env"), "env", None), "prompts", None)
+    return [f"env.prompts={data}"] * bool(data) + [
         word
         for name, value in named.items()
         for word in (
