@@ -11,6 +11,7 @@ import re
 import signal
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -129,8 +130,12 @@ STRUCK = 30
 def engine_processes() -> list[int]:
     """Processes of engines that this one has started, oldest first."""
     children = {int(p) for t in Path("/proc/self/task").glob("*/children") for p in t.read_text().split()}
-    engines = [p for p in children if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    return sorted(engines, key=lambda p: int(Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[19]))
+    began: dict[int, int] = {}
+    for p in children:
+        with suppress(OSError):  # it may end meanwhile
+            if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes():
+                began[p] = int(Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[19])
+    return sorted(began, key=began.__getitem__)
 
 
 SUMS = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 9}, heldout=20)

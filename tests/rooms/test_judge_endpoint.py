@@ -26,6 +26,7 @@ from posttrain.core.env import JudgeEndpoint, Reward
 from posttrain.core.errors import ConfigError, DataError, RewardError, UntrustedError
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt
+from posttrain.core.right import right_of
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, State
 from posttrain.recipe.recipes import recipe
@@ -71,6 +72,7 @@ def judged(
 def test_a_score_is_paid_in_proportion_and_its_reason_is_kept(tmp_path: Path) -> None:
     found, gauges, bodies, _ = judged(lambda text: scored(7.5, "good"), ["11"], tmp_path, {"weight": 2.0})
     assert found[0] == replace(found[0], source="judge", weight=2.0)
+    assert right_of(found, None).at is None  # a model's score is a grade: no score of it is right unless that is named
     assert (found[0].verdict.score, found[0].verdict.why) == (0.75, "good")
     assert gauges["verifier/judge/seconds"].count == 1 and gauges["verifier/judge/failed"].sum == 0
     assert bodies[0]["model"] == "judge" and bodies[0]["temperature"] == 0
