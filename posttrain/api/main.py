@@ -71,7 +71,8 @@ def run(
     """Run a recipe, or go on with a run that was cut or that shall be longer.
 
     Args:
-        recipe: name of a shipped recipe, or a `Run` of your own. overrides: dotted `key=value` changes.
+        recipe: name of a shipped recipe, or a `Run` of your own.
+        overrides: dotted `key=value` changes.
         env: an environment by name, `posttrain.prompts(...)`, rows as that takes them, or a class or object of yours.
         rewards: reward functions, names of built-ins or `path.py:function`, each alone or with its weight:
             `[right, ("think_format", 0.2)]`. Functions run in this process.
@@ -79,8 +80,7 @@ def run(
         out: run folder; default runs/RECIPE-DATE-TIME.
         resume: a run folder, or a checkpoint in it, to go on with. No recipe is given then, and only settings that
             change no past step: `run(resume="runs/mine", steps=200)`. Objects are handed again.
-        on_step: called after each step with its line of the record (`core.gauge.Step`). Where it returns True the stage
-            is finished there and the run ends; `resume` goes on with the stages that are left.
+        on_step: called after each step with its `core.gauge.Step`. True ends the stage and the run; `resume` goes on.
         allow_fault: start even though `fault=NAME` plants a bug on purpose (`posttrain faults`).
         trust: allow what somebody else's folder or YAML file asks for: code, addresses, secrets, files elsewhere.
         accept_changed: with `resume`, go on although data, rewards or models were changed.

@@ -35,7 +35,7 @@ OTHERS: dict[str, str] = {
     "max_length": "model.context",
     "max_prompt_length": "model.context",
     "beta": "pull.coef in RL, beta of a stage that learns from pairs",
-    "epsilon": "clip.low",
+    "epsilon": "clip.low and clip.high",
     "epsilon_high": "clip.high",
     "loss_type": "aggregate, or another algorithm",
     "scale_rewards": "scale",
