@@ -18,7 +18,7 @@ from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.run import Run
 from posttrain.core.sampling import Sampling
-from posttrain.core.spread import JUDGE_RESOLUTION
+from posttrain.core.spread import RESOLUTION
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.environment.render import Renderer
@@ -127,11 +127,10 @@ def _meta(run: Run, path: str, policy: Policy, member: Callable[[Run, str, Polic
 
 
 def _resolution(reward: Reward, judging: Judging, model: float) -> float:
-    """The probability of Yes is a model's score. Votes are counted exactly; they are a judge's all the same, so that no
-    share of votes is an accuracy (`core.right`)."""
+    """The probability of Yes is a model's number; votes are counted exactly."""
     if reward.resolution is not None:
         return reward.resolution
-    return model if judging.sides == 1 else JUDGE_RESOLUTION
+    return model if judging.sides == 1 else RESOLUTION
 
 
 def _line(name: str, reward: Reward, judging: Judging) -> str:

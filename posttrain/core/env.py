@@ -137,6 +137,11 @@ class Reward:
         """Whether it is a reward model or a policy that judges, which read the answers of a whole group."""
         return bool(self.models) or (self.function.startswith(JUDGE) and not self.judge_url)
 
+    @property
+    def graded(self) -> bool:
+        """Whether a model gives the score (`Judged.by_model`)."""
+        return self.by_model or bool(self.judge_url)
+
     def __post_init__(self) -> None:
         self._check_judge()
         if self.models:

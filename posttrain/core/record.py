@@ -136,12 +136,15 @@ def _verdict(j: Judged) -> dict[str, Any]:
         "paid": j.paid,
         "resolution": j.resolution,
         **({"measured": True} if j.measured else {}),
+        **({"by_model": j.by_model} if j.by_model or j.resolution > RESOLUTION else {}),
     }
 
 
 def verdict_from_plain(v: Mapping[str, Any]) -> Judged:
     verdict = Verdict(State(v["state"]), v["score"], v["kind"], v["why"])
-    more = (v.get("paid", False), v.get("resolution", RESOLUTION), v.get("measured", False))
+    resolution = v.get("resolution", RESOLUTION)
+    # Where nothing says whether a model judged, a coarse score is a model's: verifiers had none.
+    more = (v.get("paid", False), resolution, v.get("measured", False), v.get("by_model", resolution > RESOLUTION))
     return Judged(v["source"], v["weight"], verdict, v["end"], *more)
 
 

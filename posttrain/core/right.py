@@ -16,7 +16,6 @@ from typing import Protocol
 import numpy as np
 
 from posttrain.core.env import Env
-from posttrain.core.spread import RESOLUTION
 from posttrain.core.verdict import Judged
 
 FULL = 1.0
@@ -48,12 +47,11 @@ class Right:
 
 
 def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = False) -> Right:
-    """What is right by the sources of what is paid, or of what is measured. A source that gives scores coarser than a
-    verifier's is a model (`Reward.resolution`)."""
+    """What is right by the sources of what is paid, or of what is measured."""
     if named is not None:
         return Right(named, True)
     own = (j for j in verdicts if (j.measured if measured else j.counts))
-    return Right(None if any(j.resolution > RESOLUTION for j in own) else FULL)
+    return Right(None if any(j.by_model for j in own) else FULL)
 
 
 class Vouching(Protocol):

@@ -15,10 +15,6 @@ RESOLUTION = 2.0**-40
 """Relative difference up to which a verifier's scores count as equal. float64 rounds at 2^-53, and the error of a sum
 of a few thousand terms is smaller than this. A reward model is coarser; its setting is `Reward.resolution`."""
 
-JUDGE_RESOLUTION = 2.0**-39
-"""That of a judge which is a model and gives round scores. It is coarser than a verifier's, so that its scores are told
-as grades (`core.right`)."""
-
 
 def rounding(sizes: Sequence[float] | np.ndarray, resolution: float = RESOLUTION) -> float:
     """The largest difference of values that counts as rounding: `resolution` times the largest of their sums of

@@ -63,6 +63,7 @@ class Judged:
     That reward is a part of the outcome, and turn-level credit places it at the end of that turn.
     `resolution` is the relative difference up to which two scores of this source count as equal (`core.spread`).
     With `measured` it is no reward: it says how good the episode is, and nothing is learned from it.
+    With `by_model` a model gave the score (a reward model, a judge), so it is a grade (`core.right`).
     """
 
     source: str
@@ -72,6 +73,7 @@ class Judged:
     paid: bool = False
     resolution: float = RESOLUTION
     measured: bool = False
+    by_model: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.resolution < 1:

@@ -20,7 +20,7 @@ from posttrain.core.errors import DataError, InvariantError
 from posttrain.core.loop_thread import LoopThread
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
-from posttrain.core.spread import JUDGE_RESOLUTION
+from posttrain.core.spread import RESOLUTION
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Segment
 from posttrain.core.verdict import Judged, Verdict
@@ -77,7 +77,7 @@ class GenerativeJudge:
     """Each answer is compared with the next so many of its group, and so with twice as many; 0: with all."""
     meta: JudgeMember | None = None
     """A reward model of judgements. Of the votes about one comparison, the half that it scores highest counts."""
-    resolution: float = JUDGE_RESOLUTION
+    resolution: float = RESOLUTION
     measured: bool = False
     """Whether its score is measured and not paid."""
     line: str = ""
@@ -91,7 +91,10 @@ class GenerativeJudge:
 
     async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
         found: list[Verdict] = await self.run(self.verdicts(episodes))
-        return [(Judged(self.name, self.weight, v, resolution=self.resolution, measured=self.measured),) for v in found]
+        return [
+            (Judged(self.name, self.weight, v, None, False, self.resolution, self.measured, by_model=True),)
+            for v in found
+        ]
 
     async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of `work`, which runs in the judge's own thread."""

@@ -131,12 +131,12 @@ class GenerativeStepJudge:
     def _given(self, ends: Sequence[int], votes: Sequence[StepVotes]) -> tuple[Judged, ...]:
         r = self.reward
         if not ends:
-            return (Judged(self.name, r.weight, Verdict.abstain("it has no step"), measured=r.measured),)
+            return (Judged(self.name, r.weight, Verdict.abstain("it has no step"), measured=r.measured, by_model=True),)
         scores = [v.score for v in votes if v.score is not None]
         if len(scores) < len(votes):
             bad = next(i for i, v in enumerate(votes) if v.score is None)
             why = f"no vote about step {bad + 1} has a verdict: {votes[bad].sample}"
-            return (Judged(self.name, r.weight, Verdict.failed("unread", why), measured=r.measured),)
+            return (Judged(self.name, r.weight, Verdict.failed("unread", why), measured=r.measured, by_model=True),)
         return step_verdicts(self.name, r, ends, scores, self.resolution, [v.said for v in votes])
 
 

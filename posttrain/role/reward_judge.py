@@ -107,7 +107,10 @@ class RewardModelJudge:
         """One verdict about each episode. What a model cannot read or score is `failed`."""
         found = [self._scores(member, episodes) for member in self.members]
         given = [self._verdict([f[i] for f in found]) for i in range(len(episodes))]
-        return [(Judged(self.name, self.weight, v, resolution=self.resolution, measured=self.measured),) for v in given]
+        return [
+            (Judged(self.name, self.weight, v, None, False, self.resolution, self.measured, by_model=True),)
+            for v in given
+        ]
 
     def _scores(self, member: JudgeMember, episodes: Sequence[Episode]) -> list[float | str]:
         """Its score of each episode, or why there is none."""

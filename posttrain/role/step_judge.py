@@ -64,7 +64,7 @@ class StepJudge:
             read += [] if segment is None else [segment]
         scored = iter(self._scores(read))
         return [
-            (Judged(self.name, self.reward.weight, f, measured=self.reward.measured),)
+            (Judged(self.name, self.reward.weight, f, measured=self.reward.measured, by_model=True),)
             if isinstance(f, Verdict)
             else self.given(f, next(scored)[np.array(f) - 1].tolist())
             for f in found
@@ -109,14 +109,14 @@ def step_verdicts(
     record."""
     bad = [x for x in scores if not np.isfinite(x)]
     if bad:
-        return (Judged(name, r.weight, Verdict.failed("not finite", f"it scores {bad[0]}")),)
+        return (Judged(name, r.weight, Verdict.failed("not finite", f"it scores {bad[0]}"), by_model=True),)
     if r.steps == "outcome":
         said = " ".join(why) or ", ".join(f"{x:.3f}" for x in scores)
         one = Verdict.value(aggregated(scores, r.aggregate), why=said)
-        return (Judged(name, r.weight, one, resolution=resolution, measured=r.measured),)
+        return (Judged(name, r.weight, one, resolution=resolution, measured=r.measured, by_model=True),)
     each = progress(scores) if r.progress else scores
     return tuple(
-        Judged(name, r.weight, Verdict.value(x, why=said), end, r.steps == "pay", resolution)
+        Judged(name, r.weight, Verdict.value(x, why=said), end, r.steps == "pay", resolution, by_model=True)
         for end, x, said in zip(ends, each, why or [""] * len(scores), strict=True)
     )
 

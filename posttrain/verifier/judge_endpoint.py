@@ -20,7 +20,7 @@ from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.loop_thread import LoopThread
 from posttrain.core.ports import Attempt
 from posttrain.core.redact import redacted
-from posttrain.core.spread import JUDGE_RESOLUTION
+from posttrain.core.spread import RESOLUTION
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.verifier.discover import RemoteModel, discover
@@ -46,7 +46,7 @@ class RubricJudge:
     weight: float
     rubric: Rubric
     endpoint: Endpoint
-    resolution: float = JUDGE_RESOLUTION
+    resolution: float = RESOLUTION
     calls: int = 0
     """Requests so far."""
     _model: RemoteModel | None = None
@@ -68,7 +68,7 @@ class RubricJudge:
         endpoint = Endpoint(
             reward.judge_url, name, key_env=settings.key_env, patience=patience, connections=settings.parallel
         )
-        exact = JUDGE_RESOLUTION if reward.resolution is None else reward.resolution
+        exact = RESOLUTION if reward.resolution is None else reward.resolution
         return RubricJudge(name, reward.weight, Rubric.of(settings), endpoint, exact)
 
     def check(self, tasks: Sequence[Task]) -> None:
@@ -77,7 +77,7 @@ class RubricJudge:
 
     async def __call__(self, attempt: Attempt) -> Judged:
         verdict = await self._thread.run(self._verdict(self.rubric.prompt(attempt)))
-        return Judged(self.name, self.weight, redacted(verdict), resolution=self.resolution)
+        return Judged(self.name, self.weight, redacted(verdict), resolution=self.resolution, by_model=True)
 
     def gauges(self) -> Gauges:
         """Since the last call: seconds of a judgement, requests and repeated tries, and of the verdicts asked for the

@@ -13,11 +13,14 @@ import pytest
 
 from posttrain.api.next_steps import next_steps
 from posttrain.api.overrides import apply
+from posttrain.api.session import right_lines
 from posttrain.core.book import Book
 from posttrain.core.env import Env, Reward
 from posttrain.core.interval import Gain, Score
 from posttrain.core.ladder import LADDER
 from posttrain.core.preference_stage import Preference
+from posttrain.core.record import _verdict as plain_verdict  # pyright: ignore[reportPrivateUsage]
+from posttrain.core.record import verdict_from_plain
 from posttrain.core.right import Grades, Right, named_right, right_of
 from posttrain.core.run import Model, Reinforce, Run
 from posttrain.core.verdict import Judged, Verdict
@@ -199,8 +202,8 @@ def test_a_reward_model_is_used_with_its_own_model_and_prompts(tmp_path: Path) -
 # --- what counts as right --------------------------------------------------------------------------------------------
 
 
-def judged(score: float, resolution: float = 2.0**-40, **more: Any) -> Judged:
-    return Judged("x", 1.0, Verdict.value(score), resolution=resolution, **more)
+def judged(score: float, by_model: bool = False, **more: Any) -> Judged:
+    return Judged("x", 1.0, Verdict.value(score), by_model=by_model, **more)
 
 
 @pytest.mark.parametrize(
@@ -225,12 +228,30 @@ def test_what_leads(outcomes: list[float], right: Right, leads: str, tells: bool
 
 
 def test_the_score_of_a_model_is_never_right_unless_named() -> None:
-    assert right_of([judged(3.0, 1e-5)], None) == Right(None) and right_of([judged(3.0)], None) == Right()
-    assert right_of([judged(3.0, 1e-5)], 2.0) == Right(2.0, True)
-    steps = [judged(1.0), judged(0.3, 1e-5, end=4)]
+    assert right_of([judged(3.0, True)], None) == Right(None) and right_of([judged(3.0)], None) == Right()
+    assert right_of([judged(3.0, True)], 2.0) == Right(2.0, True)
+    assert right_of([judged(1.0, resolution=1e-3)], None) == Right(), "a coarse function is no model"
+    steps = [judged(1.0), judged(0.3, True, end=4)]
     assert right_of(steps, None) == Right(), "a score of a step is no part of the outcome"
-    both = [judged(1.0, measured=True), judged(3.0, 1e-5)]
+    both = [judged(1.0, measured=True), judged(3.0, True)]
     assert right_of(both, None, measured=True) == Right() and right_of(both, None) == Right(None)
+
+
+@pytest.mark.parametrize(
+    ("function", "model"),
+    [("exact", False), ("judge:https://judge.test/v1", True), ("model:PATH", True), ("judge:RUN", True)],
+)
+def test_a_run_says_once_what_is_right_and_that_no_score_of_a_model_is(function: str, model: bool) -> None:
+    words = " ".join(right_lines(replace(recipe("verifiable"), env=Env(rewards=(Reward(function=function),)))))
+    assert "reward of at least 1" in words and ("no score of a model" in words) == model
+
+
+def test_a_record_keeps_whether_a_model_judged_and_an_older_one_is_read_by_its_resolution() -> None:
+    both = {"a coarse function": judged(3.0, resolution=1e-3), "a vote": judged(0.5, True), "exact": judged(1.0)}
+    for name, one in both.items():
+        assert verdict_from_plain(plain_verdict(one)) == one, name
+    older = {k: v for k, v in plain_verdict(judged(3.0, True, resolution=1e-5)).items() if k != "by_model"}
+    assert verdict_from_plain(older).by_model and not verdict_from_plain(plain_verdict(judged(1.0))).by_model
 
 
 def test_an_environment_names_what_is_right_where_it_alone_pays() -> None:
