@@ -60,7 +60,7 @@ PUBLIC = {
     "posttrain.core.seats": "SeatTurn",
     "posttrain.core.verdict": "State Verdict Judged outcome",
     "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow Judgements Judging Measures Together"
-    " Verify Write",
+    " StepNumber Verify Write",
     "posttrain.environment.make": "environment",
     "posttrain.environment.single": "SingleTurn Generated Listed require",
     "posttrain.environment.generated": "GeneratedTasks",
@@ -92,7 +92,7 @@ PUBLIC = {
     "posttrain.core.streams": "Stream",
     "posttrain.core.transcript": "Transcript",
     "posttrain.core.experience": "Experience",
-    "posttrain.core.request": "RolloutRequest StepNumber",
+    "posttrain.core.request": "RolloutRequest",
     "posttrain.core.scored": "Scored ScoredGroup EpisodeCredit GroupCredit Credit",
     "posttrain.core.gauge": "Gauge Step",
     "posttrain.core.errors": "PosttrainError ConfigError InvariantError DataError LimitError RunFolderError"

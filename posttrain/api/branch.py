@@ -7,15 +7,16 @@ settings, and the new folder keeps a copy of what it began with, so that it goes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.api.policy_only import refuse_reward_model
 from posttrain.core.adapter import goes_on
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, DataError, RunFolderError
 from posttrain.core.reader import folder_of, is_run, run_file
+from posttrain.core.reward_model import trained_at
 from posttrain.core.run import Model, Run
 from posttrain.engine.saved_adapter import saved_adapter
 
@@ -23,6 +24,13 @@ MODEL, TOKENIZER = "model", "tokenizer"
 """Folders inside a run folder, with the policy's model configuration and tokenizer at the start of the run."""
 MOST = 32
 """Most runs of one line of branches that are looked at."""
+
+
+def refuse_reward_model(folder: Path, state: Mapping[str, Any], what: str, otherwise: str) -> None:
+    """RunFolderError where the weights of a checkpoint of this run are a reward model's."""
+    stage = trained_at(run_file(folder).run.stages, state)
+    if stage is not None:
+        raise RunFolderError(f"{folder} holds the reward model that {stage.name} trained, and {what}. {otherwise}")
 
 
 def run_source(path: str | Path | None) -> tuple[Path, str] | None:

@@ -14,33 +14,28 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from posttrain.api import overrides as dotted
-from posttrain.api.admit import to_stderr
 from posttrain.api.branch import TOKENIZER
 from posttrain.api.console import PlainConsole
-from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse, remote_run
+from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse
 from posttrain.api.environments import make_environment
+from posttrain.api.evaluation_target import asked_run
 from posttrain.api.handed import HandedObjects, setting_words
 from posttrain.api.hub import is_hub, push, ready, repository_of
 from posttrain.api.request import RunOptions, requested
-from posttrain.api.search_words import asks_search
 from posttrain.api.summary import show_report
-from posttrain.api.target import check_target, run_and_checkpoint, target_run
+from posttrain.api.target import check_target, run_and_checkpoint
 from posttrain.core.abilities import declared
 from posttrain.core.certificate import FAILED, ExportCertificate
 from posttrain.core.checkpoint import find
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.gauge import Step
-from posttrain.core.given import Given
 from posttrain.core.ladders import AnyAlgorithm
 from posttrain.core.over_ranks import SECONDS, Parallel, RankOptions, torchrun_rank, under_torchrun
 from posttrain.core.ports import Environment
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Evaluation, Reinforce, Run
 from posttrain.core.sampling import Sampling
-from posttrain.core.shell import command_line
-from posttrain.environment.gallery import GALLERY
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.evaluate import evaluate as measure
 
@@ -192,47 +187,6 @@ async def _measured(
     await roles.sync.push(roles.engine.version + 2)  # an adapter is tried with the number between
     sampling = contract.resolve(stop_ids, roles.renderer.spell)
     return await measure(roles.rollout, environment.heldout, sampling, how)
-
-
-def asked_run(
-    target: str | Path, checkpoint: str, overrides: tuple[str, ...], handed: HandedObjects, quiet: bool, trust: bool
-) -> tuple[Run, Path | None, Given]:
-    """(the run whose environment and model are evaluated, the weights to load into its policy or None, the objects)."""
-    if asks_search(overrides):
-        raise ConfigError(
-            "searches have a report of their own: posttrain.api.searched.evaluate_searches(target, *words)"
-        )
-    kept: list[Given] = []
-
-    def change(run: Run) -> Run:
-        run, given = handed.place(run)
-        kept.append(given)
-        return run
-
-    if not is_run(target):
-        alone = ("env=prompts",) if handed.env is not None else ()
-        overrides = with_environment(str(target), (*alone, *overrides))
-    if is_url(target):
-        return dotted.apply(change(remote_run(str(target))), list(overrides[len(alone) :])), None, kept[0]
-    say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
-    parts = ("model", "env", "engine", "placement")
-    run, weights = target_run(target, checkpoint, *overrides, parts=parts, allow=trust, change=change, say=say)
-    return run, weights, replace(kept[-1], folder=Path(target)) if is_run(target) else kept[-1]
-
-
-def with_environment(target: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """The overrides with `env=prompts` where they give prompts alone. ConfigError where they name no environment."""
-    keys = {text.partition("=")[0].strip() for text in overrides}
-    if keys & {"env", "env.name"}:
-        return overrides
-    if "env.prompts" in keys:
-        return ("env=prompts", *overrides)
-    raise ConfigError(
-        f"{target} is a model, and a model has no tasks of its own: say what to evaluate it on.\n"
-        f"  {command_line('eval', target, 'env.prompts=mine.jsonl', 'env.rewards=exact')}\n"
-        f"  {command_line('eval', target, 'env=arithmetic')}  # or another of the gallery: {', '.join(GALLERY)}\n"
-        "posttrain new env writes an environment of your own (env=mine.py:Mine); a run folder has one already"
-    )
 
 
 def _evaluated(run: Run, contract: Sampling) -> Run:

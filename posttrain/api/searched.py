@@ -16,8 +16,8 @@ from posttrain.api.admit import to_stderr
 from posttrain.api.console import Group, PlainConsole, table
 from posttrain.api.endpoint import is_url
 from posttrain.api.environments import make_environment
+from posttrain.api.evaluation_target import asked_run
 from posttrain.api.handed import HandedObjects
-from posttrain.api.main import asked_run
 from posttrain.api.plots import check_out, search_plot
 from posttrain.api.reward_paths import check_judge_path, check_reward_path
 from posttrain.api.search_words import SearchRequest, search_request

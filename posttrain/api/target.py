@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, edit_notes, to_stderr
-from posttrain.api.branch import MODEL, TOKENIZER, begun_with, branched_policy, run_source, same_base, was_built
+from posttrain.api.branch import (
+    MODEL,
+    TOKENIZER,
+    begun_with,
+    branched_policy,
+    refuse_reward_model,
+    run_source,
+    same_base,
+    was_built,
+)
 from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.inputs import changed_files
-from posttrain.api.policy_only import refuse_reward_model
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import find, refuse_damage_beside
 from posttrain.core.errors import ConfigError, DataError, RunFolderError, UntrustedError

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from posttrain.checks.history import StageHistory
 from posttrain.checks.rejudge import RejudgedAnswers
+from posttrain.core.abilities import StepNumber
 from posttrain.core.errors import InvariantError, RewardError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.request import StepNumber
 from posttrain.core.shell import command_line
 from posttrain.core.types import Group
 from posttrain.core.verdict import State, failed

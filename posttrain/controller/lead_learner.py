@@ -13,12 +13,11 @@ import numpy as np
 
 from posttrain.controller import rank_state as together
 from posttrain.controller.rank_lead import RankLead
-from posttrain.core.adapter import AdapterTrial
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.machine import freed_at_once
 from posttrain.core.routed import RoutedPass
-from posttrain.core.scores import Odds, TokenScores
+from posttrain.core.scores import AdapterTrial, Odds, TokenScores
 from posttrain.core.shards import Shard
 from posttrain.core.types import Top
 from posttrain.engine.expert_parallel import ExpertLearner
@@ -176,7 +175,7 @@ class LeadRouters(LearnerRouters):
 
 
 class LeadTrial:
-    """`core.adapter.AdapterTrial` on rank 0: every rank makes its own rows of the adapter loud."""
+    """`core.scores.AdapterTrial` on rank 0: every rank makes its own rows of the adapter loud."""
 
     def __init__(self, lead: RankLead) -> None:
         self._lead = lead

@@ -24,12 +24,13 @@ from posttrain.algorithm.credit import credit_step, without_credit
 from posttrain.algorithm.losses import Loss, PolicyLoss
 from posttrain.algorithm.steer import AdaptiveState, remember, standing, steered
 from posttrain.controller.left_out import left_out
+from posttrain.core.abilities import StepNumber
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.ports import Learner
-from posttrain.core.request import PassRate, StepNumber
+from posttrain.core.request import PassRate
 from posttrain.core.scored import Credit
 from posttrain.core.types import Group
 from posttrain.diagnose.notes import notes

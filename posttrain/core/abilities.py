@@ -16,7 +16,6 @@ from posttrain.core.conversation import LearnedConversation
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.gauge import Gauges
 from posttrain.core.judgements import Judgement, Kind
-from posttrain.core.request import StepNumber
 from posttrain.core.types import Group, Message, Task
 from posttrain.core.verdict import Judged, Verdict
 
@@ -25,6 +24,16 @@ if TYPE_CHECKING:
 
 Turns = tuple[str, ...]
 """The policy's turns in one episode, in order."""
+
+
+@dataclass(frozen=True)
+class StepNumber:
+    """Which step of a stage is played, for rewards that change with it. Outside training it is the last one."""
+
+    step: int = 1
+    """Counted from 1."""
+    steps: int = 1
+    """Of the whole stage."""
 
 
 class Declared:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from posttrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from posttrain.core.batch import Packed
+    pass
 
 ALL_LINEAR = "all-linear"
 """Every linear layer of the decoder. The language-model head is not one of them."""
@@ -104,15 +101,3 @@ def check_served_elsewhere(lora: Lora | None, quantize: str | None) -> None:
             f"model.quantize={quantize} with engine=vllm: vLLM would answer from other weights than the learner's. Set"
             " engine=embedded, or leave it out"
         )
-
-
-class AdapterTrial(Protocol):
-    """What is needed to show that a sampler computes with the learner's adapter."""
-
-    def loud(self) -> AbstractContextManager[None]:
-        """Inside, the adapter holds numbers that change log-probs by much; afterwards its own again, bit for bit."""
-        ...
-
-    def without(self, packed: Packed) -> np.ndarray:
-        """float32 [M]: log-probs of the model without its adapter."""
-        ...

@@ -27,11 +27,10 @@ from posttrain.core.pieces.shape import BestOf, Shaping
 from posttrain.core.pieces.step import StepScale
 from posttrain.core.pieces.token import Curriculum, Distill, EntropyBonus, Imitate, Shown, Tokens
 from posttrain.core.pieces.trust import TrustRegion
-from posttrain.core.request import RolloutRequest
+from posttrain.core.request import AsksGroups, RolloutRequest
 
 if TYPE_CHECKING:
     from posttrain.core.preference import PreferenceAlgorithm
-    from posttrain.core.run import Reinforce
 
 Rewards = Literal["sum", "each", "none"]
 """Which rewards are compared. sum: the weighted sum of all sources. each: every source on its own, then summed (GDPO,
@@ -212,7 +211,7 @@ class Algorithm:
         """Steps after which the reference is replaced by the current policy; 0: never."""
         return 0 if self.pull is None else self.pull.renews()
 
-    def request(self, stage: Reinforce) -> RolloutRequest:
+    def request(self, stage: AsksGroups) -> RolloutRequest:
         """The groups that a step of `stage` wants from its rollout."""
         return RolloutRequest(
             groups=stage.prompts,

@@ -6,13 +6,12 @@ A stage has one of them in its field `algorithm`. What reads or writes that fiel
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from posttrain.core import ladder, preference_ladder, tree
 from posttrain.core.algorithm import Algorithm, choices
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.preference import PreferenceAlgorithm
-from posttrain.core.stage import Stage
 
 AnyAlgorithm = Algorithm | PreferenceAlgorithm
 LADDERS: dict[type, Mapping[str, Any]] = {
@@ -22,19 +21,26 @@ LADDERS: dict[type, Mapping[str, Any]] = {
 """All algorithms by name, for each type of them. No name is on both."""
 
 
-def algorithm_type(kind: type[Stage]) -> type | None:
+class NamedStage(Protocol):
+    """A stage of a run, by its name (`config.stages.stage.Stage`)."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def algorithm_type(kind: type) -> type | None:
     """The type of the algorithm of a kind of stage; None where it has none."""
     declared = tree.hints(kind).get("algorithm")
     return declared if declared in LADDERS else None
 
 
-def stage_choices(kind: type[Stage]) -> tuple[str, ...]:
+def stage_choices(kind: type) -> tuple[str, ...]:
     """The choices of the algorithm of a kind of stage; () where it has none."""
     declared = algorithm_type(kind)
     return () if declared is None else choices(declared)
 
 
-def algorithms_of(stages: Sequence[Stage]) -> dict[str, AnyAlgorithm]:
+def algorithms_of(stages: Sequence[NamedStage]) -> dict[str, AnyAlgorithm]:
     """The algorithms of these stages, by the stage's name, without stages that have none."""
     found = {s.name: getattr(s, "algorithm", None) for s in stages}
     return {name: a for name, a in found.items() if isinstance(a, Algorithm | PreferenceAlgorithm)}

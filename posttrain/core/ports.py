@@ -9,14 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from posttrain.core.abilities import Abilities
-from posttrain.core.adapter import AdapterTrial
 from posttrain.core.batch import Packed
 from posttrain.core.conversation import PairRenderer as PairRenderer
 from posttrain.core.errors import InvariantError
 from posttrain.core.gauge import Gauges, Step
 from posttrain.core.routed import Routers
 from posttrain.core.sampling import Sampling
-from posttrain.core.scores import Odds, TokenScores
+from posttrain.core.scores import AdapterTrial, Odds, TokenScores
 from posttrain.core.shards import Shard
 from posttrain.core.types import Episode, Message, Said, Stop, Task, Top
 from posttrain.core.verdict import Judged

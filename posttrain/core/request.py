@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
+from posttrain.core.abilities import StepNumber
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.token import Shown
 
 
-@dataclass(frozen=True)
-class StepNumber:
-    """Which step of a stage is played, for rewards that change with it. Outside training it is the last one."""
+class AsksGroups(Protocol):
+    """A stage that learns from groups (`config.stages.reinforce.Reinforce`)."""
 
-    step: int = 1
-    """Counted from 1."""
-    steps: int = 1
-    """Of the whole stage."""
+    @property
+    def prompts(self) -> int: ...
+    @property
+    def siblings(self) -> int: ...
+    @property
+    def oversample(self) -> int: ...
+    @property
+    def refill(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)

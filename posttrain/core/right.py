@@ -15,7 +15,6 @@ from typing import Protocol
 
 import numpy as np
 
-from posttrain.core.env import Env
 from posttrain.core.verdict import Judged
 
 FULL = 1.0
@@ -61,7 +60,27 @@ class Vouching(Protocol):
     def vouched(self) -> bool: ...
 
 
-def named_right(config: Env, gold: Vouching | None) -> float | None:
+class PaidBy(Protocol):
+    """One reward among those that pay an episode (`config.env.Reward`)."""
+
+    @property
+    def measured(self) -> bool: ...
+    @property
+    def weight(self) -> float: ...
+
+
+class Paid(Protocol):
+    """What pays an episode (`config.env.Env`)."""
+
+    @property
+    def right(self) -> float | None: ...
+    @property
+    def measured(self) -> bool: ...
+    @property
+    def rewards(self) -> Sequence[PaidBy]: ...
+
+
+def named_right(config: Paid, gold: Vouching | None) -> float | None:
     """The smallest outcome of a right answer, where it is named: by `Env.right`, or as 1 by an environment that
     promises so of its own verdict, where the outcome is that verdict alone."""
     if config.right is not None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+
+from posttrain.core.batch import Packed
 
 
 @dataclass(frozen=True)
@@ -71,3 +74,15 @@ class ExpectedUpdate:
     along: bool = False
     """Only the part of the step along `move` is `move`: the optimizer's arithmetic adds noise across it, which may be
     as large."""
+
+
+class AdapterTrial(Protocol):
+    """What is needed to show that a sampler computes with the learner's adapter."""
+
+    def loud(self) -> AbstractContextManager[None]:
+        """Inside, the adapter holds numbers that change log-probs by much; afterwards its own again, bit for bit."""
+        ...
+
+    def without(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: log-probs of the model without its adapter."""
+        ...

@@ -10,17 +10,16 @@ makes it, packs, selects and splits it, and passes it to the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
 from posttrain.core.errors import InvariantError
 
 if TYPE_CHECKING:
-    from posttrain.core.algorithm import Algorithm
     from posttrain.core.batch import Packed
     from posttrain.core.ports import Examiner, Learner, Scorer
 
@@ -167,12 +166,32 @@ OPPONENT = Stream(
 # --- from models: forward passes without gradient, in the order of SCORED ---------------------------------------------
 
 
+class Distilled(Protocol):
+    """How an algorithm learns from a teacher's distribution (`ladder.pieces.token_choice.Distill`)."""
+
+    @property
+    def top(self) -> int: ...
+
+
+class ReadsStreams(Protocol):
+    """An algorithm, by what it reads of the models (`ladder.algorithm.Algorithm`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def reads(self) -> Set[str]: ...
+    @property
+    def start_before_loss(self) -> bool: ...
+    @property
+    def distill(self) -> Distilled | None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Scoring:
     """The context of makers of scored streams: the judged episodes of a step, packed, and the models."""
 
     packed: Packed
-    algorithm: Algorithm
+    algorithm: ReadsStreams
     learner: Learner
     frozen: Examiner | None
     optimizer_steps: int

@@ -295,7 +295,7 @@ class ScoresTokens(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TrialOfAdapter:
-    """`core.adapter.AdapterTrial` of a learner."""
+    """`core.scores.AdapterTrial` of a learner."""
 
     module: nn.Module
     scorer: ScoresTokens

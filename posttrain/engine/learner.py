@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from posttrain.core.adapter import AdapterTrial
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.run import Checkpointing
-from posttrain.core.scores import Odds, TokenScores
+from posttrain.core.scores import AdapterTrial, Odds, TokenScores
 from posttrain.core.shards import Shard
 from posttrain.core.streams import MU
 from posttrain.core.types import Top

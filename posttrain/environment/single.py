@@ -10,12 +10,11 @@ from functools import cached_property
 
 import numpy as np
 
-from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers, Judgements
+from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers, Judgements, StepNumber
 from posttrain.core.env import SandboxSettings
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Attempt, Talk, TaskSource
-from posttrain.core.request import StepNumber
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Message, Stop, Task

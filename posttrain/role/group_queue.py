@@ -21,10 +21,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from posttrain.core.abilities import StepNumber
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Sampler
 from posttrain.core.queued import QueuedGroup
-from posttrain.core.request import PassRate, RolloutRequest, StepNumber
+from posttrain.core.request import PassRate, RolloutRequest
 from posttrain.core.role_row import RoleRow
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Group, Said, Task

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from posttrain.core.abilities import StepNumber
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt
 from posttrain.core.redact import redacted
-from posttrain.core.request import StepNumber
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict

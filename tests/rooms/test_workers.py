@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from posttrain.core.abilities import StepNumber
 from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
 from posttrain.core.redact import redacted
-from posttrain.core.request import StepNumber
 from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict

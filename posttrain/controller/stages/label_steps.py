@@ -11,10 +11,11 @@ from typing import Any
 from posttrain.controller.stages.driver import Driver
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.stages.role_parts import stage_parts
+from posttrain.core.abilities import StepNumber
 from posttrain.core.errors import DataError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
-from posttrain.core.request import RolloutRequest, StepNumber
+from posttrain.core.request import RolloutRequest
 from posttrain.core.scored import Credit
 from posttrain.core.step_labels import StepLabeling
 from posttrain.core.verdict import failed

@@ -12,11 +12,12 @@ from posttrain.controller.stages.driver import Driver
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.stages.role_parts import frozen_start, same_reference, stage_parts
 from posttrain.controller.step import DataBatch, learn_from
+from posttrain.core.abilities import StepNumber
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Step, merge
 from posttrain.core.ports import Reference
 from posttrain.core.preference_stage import OnlinePreference
-from posttrain.core.request import RolloutRequest, StepNumber
+from posttrain.core.request import RolloutRequest
 from posttrain.core.scored import Credit
 from posttrain.core.streams import REFERENCE, START
 from posttrain.diagnose.played import rollout_gauges

@@ -17,13 +17,14 @@ from posttrain.controller.stages.reinforce import productive_band
 from posttrain.controller.stages.role_parts import data_parts
 from posttrain.controller.step import DataBatch, learn_from
 from posttrain.core import abilities
+from posttrain.core.abilities import StepNumber
 from posttrain.core.batch import Batch
 from posttrain.core.errors import ConfigError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.pieces.keep import Best, TopShare
 from posttrain.core.rejection import Rejection
-from posttrain.core.request import RolloutRequest, StepNumber
+from posttrain.core.request import RolloutRequest
 from posttrain.core.scored import Credit
 from posttrain.core.stage import starts
 from posttrain.core.step_labels import StepLabeling
