@@ -5,39 +5,45 @@ from __future__ import annotations
 import os
 import signal
 import time
-from multiprocessing.connection import Connection
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import Store
 
 from posttrain.core.errors import EngineError
 from posttrain.engine.process_ranks import joined
-from posttrain.engine.rank_keys import FarKeys
 from posttrain.engine.rank_orders import met
+from posttrain.engine.rank_processes import KEY
 from posttrain.engine.signed import VARIABLE
 
 
-class DiesAfter(FarKeys):
+class DiesAfter(Store):
     """Ends its process before it says one thing more than so many."""
 
-    left = 0
+    def __init__(self, inner: Store, left: int) -> None:
+        super().__init__()
+        self.inner, self.left = inner, left
 
-    def set(self, key: str, value: Any) -> None:
-        if self.left == 0:
+    def asked(self, method: str, *given: Any) -> Any:
+        if method == "set" and self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        self.left -= 1
-        super().set(key, value)
+        self.left -= method == "set"
+        return getattr(self.inner, method)(*given)
 
 
-def serve(rank: int, world: int, fd: int, seconds: float, hangs: bool, after: int, replicas: int = 1) -> None:
+for _method in ("set", "get", "add", "check", "wait"):
+    setattr(DiesAfter, _method, partialmethod(DiesAfter.asked, _method))
+
+
+def serve(rank: int, world: int, path: str, seconds: float, hangs: bool, after: int, replicas: int = 1) -> None:
     """What `RankProcesses` runs: a rank that hangs or dies while it meets the others."""
-    connection = Connection(fd)
-    key, store = connection.recv_bytes(), DiesAfter(connection)
-    store.left = after
+    store = FileStore(path, -1)
     if hangs:
         time.sleep(600)
-    with met(store, rank, world, seconds, replicas, key=key, local=True):
+    with met(DiesAfter(store, after), rank, world, seconds, replicas, key=store.get(KEY), local=True):
         time.sleep(600)
 
 

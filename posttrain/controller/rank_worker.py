@@ -11,18 +11,18 @@ import signal
 import sys
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from posttrain.algorithm.losses import Loss
 from posttrain.controller.rank_state import RankState
 from posttrain.core.batch import Batch
 from posttrain.core.errors import PosttrainError
 from posttrain.core.visible import tell
-from posttrain.engine.rank_keys import FarKeys
 from posttrain.engine.rank_orders import OrdersEnded, RankOrders, Store, met
+from posttrain.engine.rank_processes import KEY
 from posttrain.role.events import Event, Observers, PackedEvent
 from posttrain.role.passes import Needs
 from posttrain.role.trainer import NonFiniteGradient
@@ -38,11 +38,10 @@ class Proceed:
     value: Any = None
 
 
-def serve(rank: int, world: int, fd: int, seconds: float, replicas: int = 1) -> None:
+def serve(rank: int, world: int, path: str, seconds: float, replicas: int = 1) -> None:
     """What a process that the run has started on this machine runs."""
-    connection = Connection(fd)
-    key = connection.recv_bytes()
-    sys.exit(work(FarKeys(connection), rank, world, seconds, replicas, key=key, local=True))
+    store = FileStore(path, -1)
+    sys.exit(work(store, rank, world, seconds, replicas, key=store.get(KEY), local=True))
 
 
 def work(

@@ -1,8 +1,8 @@
 """How rank 0 tells the other ranks what to compute next, and how it is found out who failed.
 
-A store of keys, in the process of rank 0 or of torchrun, says that there is a next order; its content goes to all ranks
-by broadcast, signed (`signed.py`). So a rank can wait for an order as long as rollouts take, and only exchanges have a
-time-out. Each rank notes in the store which order it began and ended, and why it failed.
+A store of keys, a file of the run's own or in the process of torchrun, says that there is a next order; its content
+goes to all ranks by broadcast, signed (`signed.py`). So a rank can wait for an order as long as rollouts take, and only
+exchanges have a time-out. Each rank notes in the store which order it began and ended, and why it failed.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def met(
 
 
 def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) -> ProcessRanks:
+    store.set(HERE.format(rank), "1")
+    store.wait([HERE.format(r) for r in range(world)], timedelta(seconds=max(seconds, MEET_SECONDS)))
     within = PrefixStore("exchange", store)
     c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]  # it counts meetings that failed, and names groups
     dist.init_process_group("gloo", store=within, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))

@@ -1,7 +1,7 @@
 """The other ranks of a run as processes of this machine, which the run itself starts, watches and ends.
 
-Each has one end of a pair of sockets: over it come the key of the ranks and what they write down for each other
-(`rank_keys.py`).
+They meet in a folder that nobody else can read: there lie their key, what they note down for each other, and what
+they print.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import atexit
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
 from posttrain.core.lifetime import begun
-from posttrain.engine.rank_keys import LeadKeys
-from posttrain.engine.rank_orders import MEET_SECONDS
 from posttrain.engine.signed import fresh_key
 
-COMMAND = "from {module} import serve; serve({rank}, {world}, {fd}, **{told})"
+COMMAND = "from {module} import serve; serve({rank}, {world}, {path!r}, **{told})"
+KEY = "key"
+"""What the key of the ranks is called in their store."""
 LOG_LINES = 12
 """Last lines of a process's output that an error message quotes."""
 END_SECONDS = 20.0
@@ -32,29 +32,28 @@ END_SECONDS = 20.0
 
 
 class RankProcesses:
-    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, fd, **told)`. `store` is where all meet."""
+    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, path, **told)`; `path` is that of `store`, where
+    all meet."""
 
     def __init__(self, world: int, module: str, threads: int, seconds: float, told: Mapping[str, Any]) -> None:
         self.key = fresh_key()
-        self.store = LeadKeys(max(seconds, MEET_SECONDS), self.gone)
-        self._folder = tempfile.TemporaryDirectory(prefix="posttrain-ranks-")
+        self._temporary = tempfile.TemporaryDirectory(prefix="posttrain-ranks-")
+        self.folder = Path(self._temporary.name)
+        """Nobody else can read it (mode 0700)."""
+        self.store = FileStore(path := str(self.folder / "store"), -1)
+        self.store.set(KEY, self.key.decode())
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         atexit.register(self._killed)
         for rank in range(1, world):
-            ours, theirs = socket.socketpair()
-            given = {"rank": rank, "world": world, "fd": theirs.fileno(), "told": {"seconds": seconds, **told}}
-            with self._log(rank).open("wb") as log, theirs:
+            given = {"rank": rank, "world": world, "path": path, "told": {"seconds": seconds, **told}}
+            with self._log(rank).open("wb") as log:
                 self._processes[rank] = begun(
                     COMMAND.format(module=module, **given),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    pass_fds=(theirs.fileno(),),
                     env={**os.environ, "OMP_NUM_THREADS": str(threads)},
                 )
-            connection = Connection(ours.detach())
-            connection.send_bytes(self.key)
-            self.store.serve(connection)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -92,7 +91,7 @@ class RankProcesses:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        self._folder.cleanup()
+        self._temporary.cleanup()
 
     def _killed(self) -> None:
         self.close(kill=True)
@@ -104,4 +103,4 @@ class RankProcesses:
         return ""
 
     def _log(self, rank: int) -> Path:
-        return Path(self._folder.name) / f"rank-{rank}"
+        return self.folder / f"rank-{rank}"

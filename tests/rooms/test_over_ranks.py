@@ -224,9 +224,10 @@ def meeting(world: int, replicas: int = 1, seconds: float = 600.0, **how: Any) -
         made.close(kill=True)
 
 
-@pytest.mark.parametrize(("world", "replicas", "after"), [(2, 1, 0), (3, 1, 0), (4, 2, 2)])
+@pytest.mark.parametrize(("world", "replicas", "after"), [(2, 1, 0), (3, 1, 1), (4, 2, 3)])
 def test_a_rank_that_dies_while_the_others_connect_is_told_at_once(world: int, replicas: int, after: int) -> None:
-    """Before it says where it listens, for all ranks or for those of a copy; the time-out is ten minutes."""
+    """Before it says that it is there, or where it listens, for all ranks or for those of a copy; the time-out is ten
+    minutes."""
     with meeting(world, replicas, hangs=False, after=after) as (_, met_by_all):
         begun = time.monotonic()
         with pytest.raises(RankLost, match=r"rank \d is gone: it was killed by SIGKILL"), met_by_all:
@@ -234,8 +235,9 @@ def test_a_rank_that_dies_while_the_others_connect_is_told_at_once(world: int, r
         assert time.monotonic() - begun < 30
 
 
-def test_a_signal_is_heard_while_ranks_meet_and_nothing_listens_for_others() -> None:
-    """SIGTERM comes through while one of them hangs; what listens does so at the loopback address alone."""
+def test_a_signal_is_heard_while_ranks_meet_and_nobody_else_meets_them() -> None:
+    """SIGTERM comes through while one of them hangs; what listens does so at the loopback address alone, and where they
+    meet lies in a folder of the user's own."""
 
     def stop(number: int, frame: Any) -> None:
         heard.append(listening(os.getpid()))
@@ -243,7 +245,8 @@ def test_a_signal_is_heard_while_ranks_meet_and_nothing_listens_for_others() -> 
 
     heard, before = list[list[str]](), signal.signal(signal.SIGALRM, stop)
     try:
-        with meeting(2, hangs=True, after=9) as (_, met_by_all):
+        with meeting(2, hangs=True, after=9) as (made, met_by_all):
+            assert made.folder.stat().st_mode & 0o777 == 0o700
             signal.setitimer(signal.ITIMER_REAL, 1.0)
             with pytest.raises(KeyboardInterrupt), met_by_all:
                 pass
