@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 """Every linear layer of the decoder. The language-model head is not one of them."""
+MOST_RANK = 65_536
+"""More than the rows or columns of a layer of any model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,11 @@ class Lora:
     """Train also the norm of each output of the layer (DoRA, 2402.09353). Slower."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"model.lora.rank={self.rank}: must be >= 1; model.lora=none trains all weights")
+        if not 1 <= self.rank <= MOST_RANK:
+            raise ConfigError(
+                f"model.lora.rank={self.rank}: must be 1 to {MOST_RANK:,}, and 8 to 256 are usual; model.lora=none"
+                " trains all weights"
+            )
         if not self.alpha > 0 or not math.isfinite(self.alpha):
             raise ConfigError(f"model.lora.alpha={self.alpha:g}: must be > 0")
         if not self.targets or not all(self.targets):

@@ -44,17 +44,10 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
         seed: of the matrices A; B is 0.
 
     Raises:
-        ConfigError: no layer has a name of `lora.targets`, or one of them is the head, or the rank is larger than any
-            layer is wide.
+        ConfigError: no layer has a name of `lora.targets`, or one of them is the head.
     """
     from peft import inject_adapter_in_model
 
-    widest = max((max(p.shape) for p in module.parameters() if p.ndim > 1), default=1)
-    if lora.rank > widest:
-        raise ConfigError(
-            f"model.lora.rank={lora.rank} (r in the adapter_config.json of a saved adapter): no weight of"
-            f" {type(module).__name__} has more than {widest:,} rows or columns. Usual ranks are 8 to 256"
-        )
     module.requires_grad_(False)
     every, names = _linear(module), linear_names(module)
     with torch.random.fork_rng(devices=[] if module.device.type == "cpu" else None):
