@@ -49,14 +49,16 @@ def drawn(names: Iterable[str], count: int) -> list[str]:
 
 
 def run_of(model: dict[str, Any] | None = None, **rl: Any) -> Run:
-    """Imitation, then reinforcement against a reference. Nothing is shared between segments, as over ranks.
+    """Imitation, then reinforcement against a reference. POSTTRAIN_SEED draws whether these settings are played with
+    shared beginnings.
 
     Args:
         model: further settings of the model.
     """
+    share = random.Random(f"{os.environ.get('POSTTRAIN_SEED', '0')} {model} {rl}").random() < 0.5
     run = tiny_run(**{"steps": 4, "checkpoint_every": 2, "algorithm": PULLED} | rl)
     sft = replace(run.stages[0], steps=4)
-    made = replace(run.model, share_prefixes=False, **(model or {}))
+    made = replace(run.model, share_prefixes=share, **(model or {}))
     return replace(run, stages=(sft, *run.stages[1:]), deterministic=True, model=made)
 
 

@@ -25,8 +25,9 @@ from posttrain.core.pieces.link import Link
 from posttrain.core.pieces.shape import Shaping
 from posttrain.core.pieces.trust import TrustRegion
 from posttrain.engine.tiny import build_module
-from posttrain.engine.vocabulary import characters, train_bpe, train_byte_level, train_unigram
+from posttrain.engine.vocabulary import characters
 from posttrain.role.weights import WEIGHTS
+from tests.vocabularies import train_bpe, train_byte_level, train_unigram
 
 SMALL = (
     "threads=1",

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 from posttrain.core.run import Model
 from posttrain.engine.models import load_policy
 from posttrain.engine.tiny import build_module
-from posttrain.engine.vocabulary import train_byte_level
 from posttrain.serve.app import Server
 from posttrain.serve.command import make_served
 from posttrain.serve.limits import CallerLimits
 from posttrain.serve.listen import listening
 from posttrain.serve.served import ServedModel
+from tests.vocabularies import train_byte_level
 
 TOKEN = "a-token-for-the-tests"
 TEXTS = [

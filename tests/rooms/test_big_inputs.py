@@ -14,11 +14,12 @@ import pytest
 from run_parts import mine
 
 from posttrain.core.errors import DataError
-from posttrain.engine.vocabulary import characters, raw_bytes, train_bpe, train_byte_level, train_unigram
+from posttrain.engine.vocabulary import characters, raw_bytes
 from posttrain.environment import tables
 from posttrain.environment.chat import SHIELD
 from posttrain.environment.data_rows import read
 from posttrain.environment.render import PIECE, Renderer
+from tests.vocabularies import train_bpe, train_byte_level, train_unigram
 
 MEASURE = """
 import os, sys

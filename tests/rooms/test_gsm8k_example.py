@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.types import Task
-from posttrain.engine.vocabulary import train_byte_level
+from tests.vocabularies import train_byte_level
 
 pytestmark = pytest.mark.prove
 

@@ -31,7 +31,8 @@ from posttrain.engine.fingerprint import ROW, Spot, fingerprint, fingerprints
 from posttrain.engine.models import Policy, check_read_out, load_policy, named_tensors, read_out
 from posttrain.engine.stops import resolve_stops
 from posttrain.engine.tiny import build_module
-from posttrain.engine.vocabulary import characters, raw_bytes, train_bpe, train_byte_level, train_unigram
+from posttrain.engine.vocabulary import characters, raw_bytes
+from tests.vocabularies import train_bpe, train_byte_level, train_unigram
 
 TEXTS = [
     "the cat sat on the mat, and 12 + 30 = 42.",

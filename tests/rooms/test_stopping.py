@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from posttrain.core.errors import ConfigError, EngineError
 from posttrain.core.types import Stop
 from posttrain.engine.embedded.stopping import completes
-from posttrain.engine.vocabulary import characters, raw_bytes, train_bpe, train_byte_level, train_unigram
+from posttrain.engine.vocabulary import characters, raw_bytes
 from posttrain.environment.render import Renderer
+from tests.vocabularies import train_bpe, train_byte_level, train_unigram
 
 __all__ = ["one_thread"]
 

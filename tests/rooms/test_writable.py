@@ -19,10 +19,11 @@ from posttrain.core import reader
 from posttrain.core.errors import DataError
 from posttrain.core.run import Env
 from posttrain.core.types import Message
-from posttrain.engine.vocabulary import characters, raw_bytes, train_bpe, train_byte_level, wrap
+from posttrain.engine.vocabulary import characters, raw_bytes, wrap
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.environment.writable import Writable
 from tests.tiny import only_rl, tiny_run
+from tests.vocabularies import train_bpe, train_byte_level
 
 ALPHABET = "0123456789+-=<>|abcdefghijklmnopqrstuvwxyz ?\n"
 CHATML = (
