@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.algorithm.best_of import best_of_kl_bound, best_of_mean, best_of_probabilities
 from posttrain.algorithm.preference import PreferenceLoss
 from posttrain.algorithm.preference_whole import prepared
 from posttrain.core.errors import ConfigError
@@ -25,6 +24,7 @@ from posttrain.core.types import Task
 from posttrain.environment.gallery.replies import POLITE, Replies, best_reply, features
 from posttrain.toy.pairs import AnswerPair, TablePolicy, TiedPolicy, batch_of_pairs, pair_logp
 from posttrain.toy.prefixes import PrefixPolicy
+from tests.laws.best_of import best_of_kl_bound, best_of_mean, best_of_probabilities
 
 
 def gradients(
