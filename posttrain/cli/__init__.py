@@ -1,4 +1,4 @@
-"""The command line: `posttrain run | ladder | eval | serve | check | new | show | export | faults`. Each command
+"""The command line: `posttrain run | ladder | eval | serve | check | plan | new | show | export | faults`. Each command
 imports what it needs when it is called.
 
 Errors of `core.errors` end with one message and their own exit code. Any other exception is a bug and keeps its

@@ -17,6 +17,7 @@ from posttrain.cli.commands import (
     lab_command,
     ladder_command,
     new_command,
+    plan_command,
     plot_command,
     run_command,
     serve_command,
@@ -29,7 +30,7 @@ from posttrain.core.visible import visible
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _NO_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)' ")
-_OVERRIDABLE = ("run", "eval", "serve", "check")
+_OVERRIDABLE = ("run", "eval", "serve", "check", "plan")
 """Commands that take `key=value` words."""
 
 COMMANDS = (
@@ -38,6 +39,7 @@ COMMANDS = (
     evaluate_command,
     serve_command,
     check_command,
+    plan_command,
     new_command,
     summary_command,
     compare_command,
@@ -90,7 +92,7 @@ def _unknown(words: list[str], command: ArgumentParser, takes_settings: bool) ->
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
-    """(other words, overrides). For `run`, `eval`, `serve` and `check`, `key=value` words may be anywhere."""
+    """(other words, overrides). For the commands of `_OVERRIDABLE`, `key=value` words may be anywhere."""
     if not words or words[0] not in _OVERRIDABLE:
         return words, []
     valued = {w for a in _parsers()[1].choices[words[0]]._actions if a.nargs != 0 for w in a.option_strings}

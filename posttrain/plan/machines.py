@@ -1,19 +1,25 @@
-"""Devices as numbers: memory, arithmetic and bandwidth, each from its maker's data sheet.
+"""Devices and machines as numbers: memory, arithmetic and bandwidth, each with its source.
 
-A plan multiplies these peaks with the share of them that real programs reach, which is measured and not written here.
+Peaks are those of the makers' data sheets. Programs reach a share of them, which a `Machine` has beside: what is
+assumed of all devices, what a user's TOML file says, or what `posttrain plan --probe` measured here.
 """
 
 from __future__ import annotations
 
+import math
+import re
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 from posttrain.core.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator."""
+    """One accelerator, or a processor."""
 
     memory: float
     """Bytes."""
@@ -22,18 +28,74 @@ class Device:
     bandwidth: float
     """Bytes a second between the device and its own memory."""
     source: str
+    link: float = 64e9
+    """Bytes a second to another device of the same machine, one way."""
+    accelerator: bool = True
 
 
 DEVICES: Mapping[str, Device] = {
-    "A100-40GB": Device(40e9, 312e12, 1.555e12, "NVIDIA A100 data sheet, SXM"),
-    "A100-80GB": Device(80e9, 312e12, 2.039e12, "NVIDIA A100 data sheet, SXM"),
-    "H100": Device(80e9, 989e12, 3.35e12, "NVIDIA H100 data sheet, SXM"),
-    "H200": Device(141e9, 989e12, 4.8e12, "NVIDIA H200 data sheet, SXM"),
-    "B200": Device(180e9, 2250e12, 7.7e12, "NVIDIA HGX B200 data sheet"),
-    "L40S": Device(48e9, 362e12, 864e9, "NVIDIA L40S data sheet"),
-    "RTX-4090": Device(24e9, 165e12, 1.008e12, "NVIDIA Ada architecture paper"),
-    "MI300X": Device(192e9, 1307e12, 5.3e12, "AMD Instinct MI300X data sheet"),
+    "A100-40GB": Device(40e9, 312e12, 1.555e12, "NVIDIA A100 data sheet, SXM", 300e9),
+    "A100-80GB": Device(80e9, 312e12, 2.039e12, "NVIDIA A100 data sheet, SXM", 300e9),
+    "H100": Device(80e9, 989e12, 3.35e12, "NVIDIA H100 data sheet, SXM", 450e9),
+    "H200": Device(141e9, 989e12, 4.8e12, "NVIDIA H200 data sheet, SXM", 450e9),
+    "B200": Device(180e9, 2250e12, 7.7e12, "NVIDIA HGX B200 data sheet", 900e9),
+    "L40S": Device(48e9, 362e12, 864e9, "NVIDIA L40S data sheet", 32e9),
+    "RTX-4090": Device(24e9, 165e12, 1.008e12, "NVIDIA Ada architecture paper", 32e9),
+    "MI300X": Device(192e9, 1307e12, 5.3e12, "AMD Instinct MI300X data sheet", 448e9),
 }
+"""Links: NVLink or Infinity Fabric of all ports, one way; PCIe of 16 lanes for those without."""
+
+INFINIBAND = 50e9
+"""Bytes a second of one NDR port (400 Gb/s), one way: what a device of another machine is reached by."""
+NODE = 8
+"""Devices of one machine."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Some equal devices, and what programs reach of their peaks."""
+
+    name: str
+    device: Device
+    count: int = 1
+    network: float = INFINIBAND
+    """Bytes a second to a device of another machine."""
+    compute: float = 0.4
+    """Share of the peak arithmetic that large products of a model reach."""
+    reading: float = 0.7
+    """Share of the peak bandwidth that decoding reaches."""
+    latency: float = 2e-3
+    """Seconds of a decoding step that are neither arithmetic nor reading: launches, and the draw of tokens."""
+    price: float = 0.0
+    """Of one device for an hour; 0: not given."""
+    why: str = "shares of the peaks are assumed"
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ConfigError(f"machine={self.name}: {self.count} devices; at least 1 is needed")
+        for name in ("memory", "flops", "bandwidth", "link"):
+            if not 0 < getattr(self.device, name) < math.inf:
+                raise ConfigError(f"machine={self.name}: {name}={getattr(self.device, name):g} must be > 0")
+        for name in ("compute", "reading"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"machine={self.name}: {name}={getattr(self, name):g} is a share in (0, 1]")
+        for name in ("network", "latency", "price"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"machine={self.name}: {name}={getattr(self, name):g} must be >= 0")
+
+    @property
+    def flops(self) -> float:
+        """That one device reaches."""
+        return self.device.flops * self.compute
+
+    @property
+    def bandwidth(self) -> float:
+        """That one device reaches."""
+        return self.device.bandwidth * self.reading
+
+    def between(self, devices: int) -> float:
+        """Bytes a second from one device to another among so many."""
+        return self.device.link if devices <= NODE else self.network
 
 
 def device(name: str) -> Device:
@@ -46,3 +108,59 @@ def device(name: str) -> Device:
     if found is None:
         raise ConfigError(f"no device {name!r} is known; {nearest(name, DEVICES)}")
     return found
+
+
+COUNTED = re.compile(r"(?:(-?\d+)\s*[xX*]\s*)?(.+)")
+
+
+def machine(word: str) -> Machine:
+    """`H100`, `64xH100`, or a TOML file of the user's.
+
+    >>> machine("8xh100").count, machine("8xh100").device.memory
+    (8, 80000000000.0)
+
+    Raises:
+        ConfigError: there is no such device or file, or a number is none.
+    """
+    if word.endswith(".toml"):
+        return read_machine(Path(word).expanduser())
+    found = COUNTED.fullmatch(word.strip())
+    if found is None:
+        raise ConfigError(f"machine={word!r}: write a device such as H100, 8xH100, or a TOML file")
+    return Machine(word, device(found[2]), int(found[1] or 1))
+
+
+OF_DEVICE = tuple(f.name for f in fields(Device))
+OF_MACHINE = tuple(f.name for f in fields(Machine) if f.name not in ("name", "device", "why"))
+
+
+def read_machine(path: Path) -> Machine:
+    """A machine of a TOML file: `device = "H100"`, or its memory, flops and bandwidth; and any field of `Machine`.
+
+    Raises:
+        ConfigError: the file cannot be read, or says something else.
+    """
+    try:
+        told: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"machine={path}: it cannot be read ({error})") from error
+    known = ("device", *OF_DEVICE, *OF_MACHINE)
+    if strange := [k for k in told if k not in known]:
+        raise ConfigError(f"{path}: {strange[0]!r} is no field of a machine; {nearest(strange[0], known)}")
+    if wrong := [
+        k for k, v in told.items() if not isinstance(v, _type(k)) or isinstance(v, bool) != (k == "accelerator")
+    ]:
+        raise ConfigError(f"{path}: {wrong[0]}={told[wrong[0]]!r} is not a {_type(wrong[0])[0].__name__}")
+    base = device(told["device"]) if "device" in told else None
+    own = {k: told[k] for k in OF_DEVICE if k in told}
+    if base is None and (missing := [k for k in ("memory", "flops", "bandwidth") if k not in own]):
+        raise ConfigError(f"{path}: {missing[0]} is missing; give it, or device= with a name such as H100")
+    values = {"source": str(path)} if base is None else {k: getattr(base, k) for k in OF_DEVICE}
+    more = {k: told[k] for k in OF_MACHINE if k in told}
+    return Machine(path.stem, Device(**{**values, **own}), **more, why=f"shares of the peaks: {path} or assumed")
+
+
+def _type(name: str) -> tuple[type, ...]:
+    if name in ("device", "source"):
+        return (str,)
+    return (bool,) if name == "accelerator" else (int,) if name == "count" else (float, int)

@@ -1,0 +1,231 @@
+"""`posttrain plan`: from the words of a command to a stage as sizes, and a machine. Nothing is loaded and no torch
+imported."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from posttrain.api import overrides as dotted
+from posttrain.api.defaults import Choices, given_paths, room_for_minibatches, word
+from posttrain.api.measure import GIB, ModelSize
+from posttrain.api.measure import Machine as Where
+from posttrain.api.run_file import is_recipe, run_of
+from posttrain.core.cost import cost
+from posttrain.core.engines import VLLM
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.machine import cores
+from posttrain.core.over_ranks import Parallel
+from posttrain.core.run import BUILT_CONTEXT, Model, Reinforce, Run
+from posttrain.core.stage import Stage
+from posttrain.plan.lengths import Lengths
+from posttrain.plan.machines import Device, Machine, machine
+from posttrain.plan.models import shape_by_name
+from posttrain.plan.shapes import ModelShape, read_shape, shape_of
+from posttrain.plan.throughput import Assumed, Throughput, throughput
+from posttrain.plan.work import Work, work_of
+
+HERE = "here"
+PROBED = "machine.json"
+"""In the cache folder: what `posttrain plan --probe` measured."""
+ALPHABET = 100
+"""Tokens of a built model's tokenizer, which has the characters of its environment. Assumed."""
+PROMPT, ANSWER, SPREAD = 256, 512, 0.5
+"""Tokens of a prompt and of a demonstration, and the spread of sampled answers. Assumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What a config does not say."""
+
+    stage: str | None = None
+    prompt: int | None = None
+    answer: int | None = None
+    spread: float | None = None
+    nproc: int | None = None
+    replicas: int = 1
+    parallel: Parallel = "rows"
+    assumed: Assumed = Assumed()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A stage of a run on a machine."""
+
+    run: Run
+    stage: Stage
+    work: Work
+    machine: Machine
+    notes: tuple[str, ...]
+    """What was assumed or chosen."""
+    timed: Throughput | None
+    """None where nothing is known of the machine's speed."""
+
+    @property
+    def memory(self) -> float:
+        """Bytes of each device."""
+        return self.machine.device.memory
+
+
+def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
+    """The stage that these words describe.
+
+    Raises:
+        ConfigError: a word, a model or a number means nothing.
+    """
+    asked, overrides = _machine_word(words)
+    where, timed = here() if asked == HERE else (machine(asked), True)
+    base = run_of(recipe)
+    room = room_for_minibatches(base, overrides) if is_recipe(recipe) else []
+    run = dotted.apply(base, [*room, *overrides])
+    shape, positions = model_shape(run.model)
+    run, notes = _chosen(run, given_paths(base, overrides), shape, positions, where)
+    stage = _stage(run, options.stage)
+    lengths, told = _lengths(stage, run.model.context or positions, options)
+    work = replace(
+        work_of(run, stage, shape, lengths),
+        ranks=_ranks(options, where, run),
+        replicas=options.replicas,
+        parallel=options.parallel,
+    )
+    assumed = options.assumed
+    if isinstance(stage, Reinforce):
+        costs = cost(stage.algorithm)
+        late = costs.late if stage.optimizer_steps > 1 else 0
+        own = costs.forwards + late - ("reference" in stage.algorithm.reads)
+        assumed = replace(assumed, forwards=max(0, own))
+    workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
+    own_engines = None if work.engines else min(workers, where.count)
+    found = throughput(work, where, assumed, own_engines, workers) if timed else None
+    return Planned(run=run, stage=stage, work=work, machine=where, notes=(*notes, *told), timed=found)
+
+
+def _machine_word(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The value of `machine=`, and the other words."""
+    asked = [w.partition("=")[2] for w in words if w.startswith("machine=")]
+    return asked[-1] if asked else HERE, [w for w in words if not w.startswith("machine=")]
+
+
+def _stage(run: Run, name: str | None) -> Stage:
+    """The stage that is planned: the one that is named, or the last that learns from reward, else the last."""
+    names = [s.name for s in run.stages]
+    if name is not None and name not in names:
+        raise ConfigError(f"--stage {name}: {run.recipe} has no such stage; {nearest(name, names)}")
+    rewarded = [s for s in run.stages if isinstance(s, Reinforce)]
+    return run.stage(name) if name is not None else (rewarded or list(run.stages))[-1]
+
+
+def _ranks(options: PlanOptions, where: Machine, run: Run) -> int:
+    if options.nproc is not None and options.nproc < 1:
+        raise ConfigError(f"--nproc {options.nproc}: must be >= 1")
+    apart = getattr(run.placement, "engines", 0) * (run.engine.workers if isinstance(run.engine, VLLM) else 1)
+    if options.nproc is None:
+        return max(1, where.count - apart)
+    if where.device.accelerator and options.nproc + apart > where.count:
+        raise ConfigError(
+            f"--nproc {options.nproc} and {apart} devices of engines are more than the {where.count} of"
+            f" machine={where.name}: lower one of them"
+        )
+    return options.nproc
+
+
+def model_shape(model: Model) -> tuple[ModelShape, int]:
+    """The shape of a run's model, and its positions; 0: not said.
+
+    Raises:
+        ConfigError: no folder and no known model has this name, or it is no decoder that is known.
+    """
+    if model.path is None:
+        config = {
+            "model_type": "gemma2" if model.arch == "gemma" else model.arch,
+            "hidden_size": model.hidden,
+            "num_hidden_layers": model.layers,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.hidden // model.heads,
+            "intermediate_size": model.ffn,
+            "n_inner": model.ffn,
+            "vocab_size": ALPHABET,
+            "num_local_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "tie_word_embeddings": model.arch not in ("llama", "mixtral"),
+        }
+        return shape_of(config), model.context or BUILT_CONTEXT
+    folder = Path(model.path).expanduser()
+    if folder.is_dir():
+        told = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+        return read_shape(folder), next(
+            (v for k in ("max_position_embeddings", "n_positions") if isinstance(v := told.get(k), int)), 0
+        )
+    return shape_by_name(model.path), 0
+
+
+def _chosen(
+    run: Run, given: frozenset[str], shape: ModelShape, positions: int, where: Machine
+) -> tuple[Run, tuple[str, ...]]:
+    """The run with the settings that `posttrain run` would choose for this model on this machine."""
+    if run.model.path is None:
+        return run, ()
+    size = ModelSize(
+        parameters=shape.parameters,
+        positions=positions or None,
+        hidden=shape.hidden,
+        layers=shape.layers,
+        ffn=shape.feed,
+        cache_width=shape.cache_bytes(1) // shape.layers,
+    )
+    device = "cuda" if where.device.accelerator else "cpu"
+    place = Where(device=device, why=where.name, memory=where.device.memory / GIB, cores=cores())
+    made = Choices(run, given, None, size, place).made()
+    run = dotted.apply(run, [f"{path}={word(value)}" for path, (value, _) in made.items()])
+    return run, (f"settings left open are those that a run chooses for this model and machine ({len(made)})",)
+
+
+def _lengths(stage: Stage, context: int, options: PlanOptions) -> tuple[Lengths, tuple[str, ...]]:
+    """Lengths of a stage, and which of them are assumed."""
+    sampling = stage.contract
+    most = sampling.max_tokens if sampling is not None else options.answer or min(ANSWER, context or ANSWER)
+    prompt = PROMPT if options.prompt is None else options.prompt
+    if options.prompt is None and context:
+        prompt = max(1, min(PROMPT, context - most)) if sampling is not None else max(1, min(PROMPT, context // 4))
+        most = most if sampling is not None else max(1, min(most, context - prompt))
+    mean = options.answer if options.answer is not None else most / 2 if sampling is not None else most
+    spread = options.spread if options.spread is not None else SPREAD if sampling is not None else 0.0
+    made = Lengths(prompt=prompt, mean=mean, most=max(most, 1), cv=spread)
+    if context and prompt + most > context:
+        raise ConfigError(
+            f"a prompt of {prompt} tokens and an answer of {most} are longer than model.context={context}: lower one"
+        )
+    own = [n for n in ("prompt", "answer", "spread") if getattr(options, n) is None]
+    said = f"prompts of {prompt:,} tokens, answers of {made.answer:,.0f} in the mean and at most {most:,}"
+    return made, (said + (f"; assumed: --{', --'.join(own)}" if own else ""),)
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+def cache_file() -> Path:
+    """Where the figures of this machine are kept."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    return base / "posttrain" / PROBED
+
+
+def here() -> tuple[Machine, bool]:
+    """This machine, and whether its speed is known: it is once it was probed."""
+    try:
+        told = json.loads(cache_file().read_text())
+        kept = {k: float(told[k]) for k in ("memory", "flops", "bandwidth", "latency")}
+        if not all(0 < v < math.inf for v in kept.values()):
+            raise ValueError("a figure is not above 0")
+        accelerator, source = bool(told["accelerator"]), f"probed on {told['date']}, {told['versions']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
+        return Machine(HERE, Device(float(pages), 1e11, 1e10, "this machine", accelerator=False)), False
+    latency = kept.pop("latency")
+    found = Device(**kept, source=source, link=kept["bandwidth"], accelerator=accelerator)
+    return Machine(HERE, found, compute=1.0, reading=1.0, latency=latency, why=source), True

@@ -1,0 +1,93 @@
+"""`posttrain plan --probe`: what this machine's device reaches, measured once in about five seconds.
+
+Four figures are kept in the cache folder with the versions and the date: arithmetic of a large product, reading of
+memory, the seconds of a pass of a small model that are neither, and the device's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.api.measure import machine
+from posttrain.api.planned import cache_file
+from posttrain.core.version import VERSION
+from posttrain.engine.products import linear
+
+SECONDS = 1.2
+"""Of each measurement."""
+SIDE = 1024
+"""Of the product on a processor; four times that on an accelerator."""
+READ = 1 << 28
+"""Bytes that are read; sixteen times that on an accelerator."""
+SMALL, CALLS = 64, 40
+"""Width of the small products, and how many make up a pass."""
+
+
+def probe() -> dict[str, Any]:
+    """The figures, which are written to the cache folder too."""
+    where = machine()
+    device, big = torch.device(where.device), where.accelerated
+    told: dict[str, Any] = {
+        "memory": where.memory * (1 << 30),
+        "flops": _arithmetic(device, SIDE * (4 if big else 1)),
+        "bandwidth": _reading(device, READ * (16 if big else 1)),
+        "latency": _latency(device),
+        "accelerator": big,
+        "date": date.today().isoformat(),
+        "versions": f"torch {torch.__version__}, posttrain {VERSION}, {torch.get_num_threads()} threads",
+    }
+    file = cache_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(told, indent=1) + "\n")
+    return {**told, "file": str(file)}
+
+
+def _fastest(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of many calls."""
+    found, end = list[float](), time.perf_counter() + SECONDS
+    while time.perf_counter() < end or len(found) < 3:
+        begun = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+        found.append(time.perf_counter() - begun)
+    return min(found)
+
+
+def _arithmetic(device: torch.device, side: int) -> float:
+    """Operations a second of a square product, by the library that is faster here."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+
+    def product() -> Tensor:
+        return linear(a, b) if device.type == "cpu" else a @ b
+
+    return 2 * side**3 / _fastest(product, device)
+
+
+def _reading(device: torch.device, size: int) -> float:
+    """Bytes a second of a sum."""
+    x = torch.ones(size // 4, device=device)
+    return size / _fastest(x.sum, device)
+
+
+def _latency(device: torch.device) -> float:
+    """Seconds of a pass of products so small that only their calls count."""
+    layers = [nn.Linear(SMALL, SMALL).to(device) for _ in range(CALLS)]
+    x = torch.ones(1, SMALL, device=device)
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        out = x
+        for layer in layers:
+            out = layer(out)
+        return out
+
+    return _fastest(run, device)

@@ -1,0 +1,196 @@
+"""`posttrain plan` in the terminal: memory by term and instant, the five times of a step, what to change."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterable
+from typing import Any
+
+from posttrain.api.planned import Planned, PlanOptions, planned
+from posttrain.cli.fold import hanging, screen_width
+from posttrain.core.errors import ConfigError
+from posttrain.core.visible import tell
+from posttrain.plan.changes import fixes, largest
+from posttrain.plan.counted import counted
+from posttrain.plan.forces import CELLS, MIDDLE
+from posttrain.plan.memory import INSTANTS, Place, places
+from posttrain.plan.throughput import ROLES, Assumed
+
+SMALLEST = 0.002
+"""Terms below this share of the peak are summed up."""
+
+
+def show(o: Namespace) -> None:
+    """Print the plan that these options ask for."""
+    drafts = getattr(o, "accepted", 0.0)
+    assumed = Assumed(reward=o.reward, judges=o.judges, kept=o.kept, accepted=drafts)
+    options = PlanOptions(
+        stage=o.stage,
+        prompt=o.prompt,
+        answer=o.answer,
+        spread=o.spread,
+        nproc=o.nproc,
+        replicas=o.replicas,
+        parallel=o.parallel,
+        assumed=assumed,
+    )
+    found = planned(o.recipe, o.overrides, options)
+    if o.fit is not None:
+        _fit(o.fit, found)
+    elif o.json:
+        tell(json.dumps(as_data(found), indent=1))
+    else:
+        for line in lines(found):
+            tell(line)
+
+
+def size(count: float) -> str:
+    """
+    >>> size(80e9), size(1.26e12), size(57_344)
+    ('80.0 GB', '1.26 TB', '57 kB')
+    """
+    for unit, name, digits in ((1e12, "TB", 2), (1e9, "GB", 1), (1e6, "MB", 0)):
+        if count >= unit:
+            return f"{count / unit:,.{digits}f} {name}"
+    return f"{count / 1e3:,.0f} kB"
+
+
+def lines(found: Planned) -> Iterable[str]:
+    """The plan in lines."""
+    w, s = found.work, found.work.shape
+    parts = ", ".join(
+        f"{name} {count / s.parameters:.0%}" for name, count in s.parts.items() if count > 0.005 * s.parameters
+    )
+    name = found.run.model.path or f"a built {found.run.model.arch}"
+    yield f"{found.run.recipe}, stage {found.stage.name}, on {found.machine.name}"
+    yield f"  {name}: {s.parameters:,} parameters ({parts})"
+    for note in found.notes:
+        yield f"  {note}"
+    for place in places(w):
+        yield ""
+        yield from _memory(place, found)
+    yield ""
+    yield from counted(w)
+    yield from _changes(found)
+    yield ""
+    yield from _time(found)
+
+
+def _memory(place: Place, found: Planned) -> Iterable[str]:
+    fits = "fits" if place.most <= found.memory else "DOES NOT FIT"
+    yield f"memory of {place.name}: {size(place.most)} of {size(found.memory)}, {fits}; highest at: {place.peak}"
+    held = [t for t in place.held(place.peak) if t.bytes > SMALLEST * place.most]
+    rest = place.most - sum(t.bytes for t in held) - max(0.0, place.slack(place.peak))
+    width = max(len(t.name) for t in held)
+    for t in held:
+        yield f"  {t.name:<{width}}  {size(t.bytes):>9}  {t.formula}"
+    yield f"  {'allocator slack':<{width}}  {size(max(0.0, place.slack(place.peak))):>9}  kept and not in use"
+    if rest > SMALLEST * place.most:
+        yield f"  {'others':<{width}}  {size(rest):>9}"
+    yield "  at each instant: " + ", ".join(f"{i} {size(place.total(i))}" for i in INSTANTS)
+
+
+def _changes(found: Planned) -> Iterable[str]:
+    if all(p.most <= found.memory for p in places(found.work)):
+        return
+    yield ""
+    made = fixes(found.work, found.stage.name, found.memory)
+    if not made:
+        yield "no setting makes it fit: take a smaller model, more devices (--nproc), or devices with more memory"
+        return
+    yield "what makes it fit, the cheapest first:"
+    for change in made:
+        peak = max(p.most for p in places(change.work))
+        yield f"  {' '.join(change.words)}   {size(peak)}; {change.price}"
+
+
+def _time(found: Planned) -> Iterable[str]:
+    t = found.timed
+    if t is None:
+        yield "time: this machine's speed is not known. posttrain plan --probe measures it once; or give machine=H100"
+        return
+    times = t.times
+    said = ", ".join(f"{role} {getattr(times, role):.3g} s" for role in ROLES)
+    yield f"time of a step: {t.step:.3g} s, {t.topology} ({said}); longest: {times.slowest}"
+    if found.work.samples:
+        tail = (t.decode - t.flat) / max(t.decode, 1e-12)
+        yield (
+            f"  rollout: prompts {t.prefill:.3g} s, answers {t.decode:.3g} s, of which {tail:.0%} is the tail of long"
+            f" ones; {t.engines} device{'s' * (t.engines > 1)} sample{'s' * (t.engines == 1)}, {t.learners} learn"
+        )
+    yield (
+        f"  {t.tokens_per_second:,.0f} tokens/s learned from; {t.utilisation:.1%} of the peak arithmetic; devices idle"
+        f" {t.idle:.0%} of the time"
+    )
+    steps = found.stage.steps
+    money = f", {t.cost(steps):,.0f} at {found.machine.price:g} an hour" if found.machine.price else ""
+    yield f"  {steps:,} steps: {steps * t.step / 3600:,.2f} hours, {t.hours(steps):,.1f} device hours{money}"
+    yield (
+        f"  {found.machine.device.source}; {found.machine.why}; not measured on a GPU"
+        if found.machine.device.accelerator
+        else f"  {found.machine.device.source}"
+    )
+
+
+def _fit(what: str, found: Planned) -> None:
+    best = largest(what, found.work, found.memory, found.stage.name)
+    if best is None:
+        raise ConfigError(
+            f"--fit {what}: not even the smallest fits into {size(found.memory)}; leave --fit out to see what fills it"
+        )
+    peak = size(max(p.most for p in places(best.work)))
+    bound = f"; {best.price}" if best.price else ""
+    tell(f"largest {what} that fits into {size(found.memory)}: {' '.join(best.words)}   ({peak}{bound})")
+
+
+def as_data(found: Planned) -> dict[str, Any]:
+    """The plan as plain data."""
+    t = found.timed
+    return {
+        "stage": found.stage.name,
+        "machine": found.machine.name,
+        "memory_of_device": found.memory,
+        "notes": list(found.notes),
+        "places": [
+            {
+                "name": p.name,
+                "peak": p.peak,
+                "bytes": p.most,
+                "fits": p.most <= found.memory,
+                "instants": {i: p.total(i) for i in INSTANTS},
+                "terms": [
+                    {"name": x.name, "bytes": x.bytes, "formula": x.formula, "instants": list(x.instants)}
+                    for x in p.terms
+                ],
+            }
+            for p in places(found.work)
+        ],
+        "changes": [
+            {"overrides": list(c.words), "costs": c.price} for c in fixes(found.work, found.stage.name, found.memory)
+        ],
+        "seconds": None
+        if t is None
+        else {"step": t.step, "topology": t.topology, **{r: getattr(t.times, r) for r in ROLES}},
+    }
+
+
+def forces() -> None:
+    """Print the decision table, a paragraph a cell."""
+    for c in CELLS:
+        tell(f"{c.signal}; {c.estimator}; {c.cost}")
+        for line in hanging("  -> ", f"{c.reward}, {c.algorithm}, {c.topology}: as {c.recipe}", screen_width()):
+            tell(line)
+        for line in hanging("     ", f"because {c.why}", screen_width()):
+            tell(line)
+        tell(f"     {c.command}")
+    for line in hanging("", f"in the middle of all three: {MIDDLE}", screen_width()):
+        tell(line)
+
+
+def probed(told: dict[str, Any]) -> None:
+    """Print what was measured of this machine."""
+    tell(
+        f"this machine: {told['flops'] / 1e9:,.0f} GFLOP/s, {told['bandwidth'] / 1e9:,.1f} GB/s,"
+        f" {told['latency'] * 1e3:.2g} ms a pass, {size(told['memory'])}; kept in {told['file']}"
+    )

@@ -1,0 +1,105 @@
+"""What a forward pass keeps for its backward, in bytes a token, counted from the layers of this package.
+
+Letters as in `shapes`: h hidden width, q and kv widths of all query heads and of all key heads, f feed-forward width;
+a bytes of a number. docs/planning.md has these figures beside measured ones.
+"""
+
+from __future__ import annotations
+
+from posttrain.plan.work import Work
+
+CHUNK_ELEMENTS = {False: 1 << 21, True: 1 << 27}
+CHUNK_ROWS, CHUNK_IDS = 128, 16384
+KEPT_ELEMENTS = {False: 1 << 22, True: 0}
+TILE = {False: (256, 4096), True: (8192, 16384)}
+"""The numbers of `engine.logprob`, by whether it is an accelerator; a test compares them."""
+SCORE_TOKENS = 16384
+"""Of a pass without gradient (`engine.packed_reader`)."""
+
+
+def _widths(work: Work) -> tuple[int, int, int]:
+    s, x = work.shape, work.shape.latent
+    if x is not None:
+        return s.hidden, s.heads * (x.plain + x.rope), s.heads * (x.plain + x.rope + x.value) // 2
+    return s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim
+
+
+def inner(work: Work) -> float:
+    """Numbers of one vector inside the feed-forward part that a token takes."""
+    x = work.shape.experts
+    return work.shape.feed if x is None else x.active * x.width + x.shared
+
+
+def layer(work: Work) -> float:
+    """Bytes of a token in one layer of which everything is kept."""
+    h, q, kv = _widths(work)
+    a, f, head_norms = work.width, inner(work), work.shape.form.query_norms != ""
+    if work.fused:  # inputs of norms and products, q and k before their norm and after, v, attention, gate, up, product
+        return a * (4 * h + 2 * q + 2 * kv + head_norms * (q + kv) + 3 * f)
+    norms = work.shape.form.norms * h * (8 if a == 2 else 12)  # input in float32, normed, and times the weight
+    of_heads = (q + kv) * (6 if a == 2 else 8) * head_norms
+    gathered = 0 if work.shape.experts is None else 2 * work.shape.experts.active * h
+    return norms + of_heads + a * (2 * q + 2 * kv + (4 if work.shape.form.gated else 2) * f + gathered)
+
+
+def kept(work: Work) -> float:
+    """Bytes of a token in all layers, as checkpointing leaves them."""
+    h, q, kv = _widths(work)
+    match work.checkpointing:
+        case "none":
+            each = layer(work)
+        case "selective":  # the layer's input and what the products made; on an accelerator attention too
+            gates = 2 if work.shape.form.gated else 1
+            each = work.width * (3 * h + q + 2 * kv + gates * inner(work) + work.accelerator * q)
+        case "full":
+            each = work.width * h
+    return each * work.shape.layers
+
+
+def again(work: Work) -> float:
+    """Bytes of a token in the layer that the backward computes again."""
+    return 0 if work.checkpointing == "none" else layer(work)
+
+
+def backward(work: Work) -> float:
+    """Bytes of a token that the backward of a layer needs at once beside what is kept: gradients of gate and up, and
+    two of the hidden state."""
+    return work.width * (2 * inner(work) + 2 * work.shape.hidden)
+
+
+def ends(work: Work) -> float:
+    """Bytes of a token outside of the layers: the embedding, and the last norm's input and results."""
+    return work.width * 3 * work.shape.hidden
+
+
+def scoring(work: Work) -> float:
+    """Bytes of a token in a pass without gradient: the hidden state, and the widest place of a layer."""
+    h, q, kv = _widths(work)
+    return work.width * (3 * h + max(3 * inner(work), 3 * q + 2 * kv))
+
+
+def tile(work: Work) -> float:
+    """Bytes of the head's work at once: two tiles of scores, and a block of the weight in float32."""
+    s, kind = work.shape, work.accelerator
+    ids = s.vocabulary
+    rows = max(CHUNK_ROWS, CHUNK_ELEMENTS[kind] // ids)
+    if ids > CHUNK_IDS:
+        rows, most = TILE[kind]
+        ids = -(-ids // -(-ids // most))
+    rows = min(rows, work.spoken)
+    if work.spoken * s.vocabulary <= KEPT_ELEMENTS[kind]:
+        return 4 * work.spoken * s.vocabulary + 8 * rows * ids
+    return 8 * rows * ids + (0 if work.width == 4 else 8 * ids * s.hidden)
+
+
+def logits(work: Work) -> float:
+    """Bytes for a draw of a token for each sequence that is decoded: scores and log-probs, and where the draw is not
+    compiled probabilities and their float64 sums."""
+    return work.together * work.shape.vocabulary * (20 if work.accelerator else 8)
+
+
+def prefill(work: Work) -> float:
+    """Bytes of one pass of the embedded engine over positions of prompts."""
+    h, q, kv = _widths(work)
+    positions = min(max(work.budget, work.together), work.prompts * work.lengths.prompt + work.together)
+    return positions * work.width * (3 * h + 2 * (q + 2 * kv) + q + 3 * inner(work))

@@ -1,0 +1,60 @@
+"""Bytes a parameter of training, counted in two ways side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from posttrain.plan.memory import Place, places
+from posttrain.plan.work import Work
+
+QUOTED = {"weights": 2, "gradients": 4, "float32 copies": 4, "mean of gradients": 4, "mean of their squares": 4}
+"""Mixed precision as it is usually quoted: 18 bytes, with gradients in float32 (Megatron-LM; 1910.02054 has 16 with
+gradients of 2 bytes)."""
+OF_TRAINING = (
+    "weights",
+    "float32 copies",
+    "gradients",
+    "gradients before they are summed",
+    "optimizer state",
+    "average of the weights",
+)
+OF_COPIES = ("engine's weights", "reference")
+
+
+def quoted(parameters: float) -> float:
+    """Bytes of weights, gradients and optimizer state as usually quoted.
+
+    >>> f"{quoted(7e9):.3g} {quoted(70e9):.3g} {quoted(405e9):.3g}"
+    '1.26e+11 1.26e+12 7.29e+12'
+    """
+    return parameters * sum(QUOTED.values())
+
+
+def ours(work: Work) -> tuple[float, float]:
+    """Bytes a parameter here: of what trains, and of the copies that sample and compare."""
+    learner: Place = places(work)[0]
+    by_name = {t.name: t.bytes for p in (learner, *places(work)[1:]) for t in p.terms}
+    count = work.shape.parameters
+    return (
+        sum(by_name.get(n, 0.0) for n in OF_TRAINING) / count,
+        sum(by_name.get(n, 0.0) for n in OF_COPIES) / count,
+    )
+
+
+def counted(work: Work) -> Iterator[str]:
+    """Both ways in lines."""
+    trains, copies = ours(work)
+    yield (
+        f"bytes a parameter: {sum(QUOTED.values())} as usually quoted ("
+        + ", ".join(f"{name} {each}" for name, each in QUOTED.items())
+        + ")"
+    )
+    why = (
+        "weights and gradients are float32 and have no copy"
+        if work.width == 4
+        else "gradients are summed in float32 beside those of a pass"
+    )
+    why = "the base is frozen and has neither gradients nor moments" if work.lora is not None else why
+    cut = f", each of {work.ranks} ranks" if work.ranks > 1 else ""
+    yield f"  here {trains + copies:.3g}{cut}: {trains:.3g} of what trains ({why})"
+    yield f"  and {copies:.3g} of copies that sample and compare"

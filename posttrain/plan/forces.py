@@ -1,0 +1,69 @@
+"""The three forces: from the signal, the estimator and the cost that somebody has to a reward source, an algorithm and
+a topology, as the decision table that it is.
+
+A better signal allows a cheaper estimator, and that a simpler topology. Each cell says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One case. '' where the force does not decide it."""
+
+    signal: str
+    """What can say whether an answer is right."""
+    estimator: str
+    """How many samples of a prompt can be paid for."""
+    cost: str
+    """How much hardware there is."""
+    reward: str
+    algorithm: str
+    topology: str
+    recipe: str
+    """The nearest published one."""
+    why: str
+    command: str
+    """What of this package is nearest."""
+
+
+CELLS: Sequence[Cell] = (
+    Cell("comparisons by people", "one sample", "some devices", "reward model", "ppo", "colocated",
+         "InstructGPT (2203.02155)",
+         "a preference cannot be checked, so it is learned; without siblings a critic is the baseline",
+         "posttrain run rlhf algorithm=ppo"),
+    Cell("comparisons by people", "none", "one device", "the pairs themselves", "dpo", "nothing is sampled",
+         "Zephyr, DPO only (2310.16944)",
+         "the same comparisons as a supervised loss: no reward model, no critic, no engine",
+         "posttrain run dpo"),
+    Cell("a program decides", "8 and more siblings", "one machine", "verifier", "grpo", "colocated",
+         "R1-Zero (2501.12948)",
+         "a verdict costs milliseconds and has no bias to learn, so siblings replace the critic",
+         "posttrain run grpo"),
+    Cell("a program decides", "8 and more siblings", "many machines", "verifier", "dapo", "asynchronous",
+         "DAPO (2503.14476), asynchronous as AReaL (2505.24298)",
+         "long answers leave engines idle in turn; staleness hides the learner and a clip bounds its harm",
+         "posttrain run grpo algorithm=dapo rl.staleness=1 placement=processes"),
+    Cell("a program decides", "one sample", "one machine", "verifier", "reinforce_pp", "colocated",
+         "REINFORCE++ (2501.03262)",
+         "without siblings the mean of the whole batch is the baseline",
+         "posttrain run grpo algorithm=reinforce_pp"),
+    Cell("a program, and people elsewhere", "4 to 8 siblings", "one machine", "verifier and reward model", "grpo",
+         "colocated", "Tulu 3 (2411.15124), R1",
+         "stages mix them: imitation, preferences where only people can say, a verifier where there is one",
+         "posttrain run ladder"),
+    Cell("a judge that writes", "4 to 8 siblings", "two kinds of engines", "generative judge with a rubric", "grpo",
+         "disaggregated", "DeepSeek-GRM (2504.02495)",
+         "the judge's own generation costs as much as the rollout, so it has engines of its own",
+         "posttrain run judge"),
+    Cell("a right answer's text", "none", "one device", "demonstrations", "sft", "nothing is sampled",
+         "the first stage of all of them", "imitation needs no reward; RL begins where 10 to 80 % are right",
+         "posttrain run sft"),
+)  # fmt: skip
+MIDDLE = (
+    "a verifier where there is one and a model elsewhere, GRPO with a clip, a KL anchor and 8 siblings, one machine"
+    " that takes turns or engines apart with weights sent to them: R1, Tulu 3, Qwen"
+)

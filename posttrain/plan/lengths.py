@@ -1,0 +1,69 @@
+"""How long answers are: a lognormal with a mean and a spread, cut at the longest that is allowed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+
+from posttrain.core.errors import ConfigError
+
+POINTS = 512
+"""Quantiles over which means are taken."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and answers.
+
+    >>> Lengths(prompt=100, mean=500, most=500).longest(8)
+    500.0
+    >>> round(Lengths(prompt=100, mean=1, cv=1, most=10**9).longest(8), 1)
+    3.3
+    """
+
+    prompt: int
+    mean: float
+    """Of answers, before they are cut."""
+    most: int
+    """`sampling.max_tokens`: an answer ends there at the latest."""
+    cv: float = 0.0
+    """Standard deviation of an answer's length, in means. 0: all are as long."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompt", 1), ("mean", 1), ("most", 1), ("cv", 0)):
+            if not least <= getattr(self, name) < math.inf:
+                raise ConfigError(f"lengths: {name}={getattr(self, name):g} must be at least {least}")
+
+    def quantile(self, share: float) -> float:
+        """The length that this share of answers does not exceed."""
+        if not self.cv:
+            return min(self.mean, self.most)
+        variance = math.log1p(self.cv * self.cv)
+        z = NormalDist().inv_cdf(share)
+        return min(self.mean * math.exp(z * math.sqrt(variance) - variance / 2), self.most)
+
+    def longest(self, count: int) -> float:
+        """The mean of the longest of `count` answers: the largest of n uniform numbers is u ** (1 / n)."""
+        if not self.cv or count < 1:
+            return min(self.mean, self.most)
+        if count == 1:
+            return self.answer
+        at = ((i + 0.5) / POINTS for i in range(POINTS))
+        return math.fsum(self.quantile(min(u ** (1 / count), 1 - 1e-12)) for u in at) / POINTS
+
+    @cached_property
+    def answer(self) -> float:
+        """The mean of answers as they are cut."""
+        if not self.cv:
+            return min(self.mean, self.most)
+        return math.fsum(self.quantile((i + 0.5) / POINTS) for i in range(POINTS)) / POINTS
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of answers as they are cut, in their means."""
+        if not self.cv:
+            return 0.0
+        square = math.fsum(self.quantile((i + 0.5) / POINTS) ** 2 for i in range(POINTS)) / POINTS
+        return math.sqrt(max(0.0, square - self.answer**2)) / self.answer

@@ -1,0 +1,305 @@
+"""The memory of a stage before it starts: every term by name, its bytes, how they are counted, and when it is there.
+
+A step goes through instants. What is always there is counted at each of them, the rest where it is there, and the
+peak is the highest sum, so training and sampling are added only where both are in memory. Two instants come in the
+first step alone, because a run proves once what it does (`checks.update`, `engine.sharing`).
+
+On a processor memory is what is resident: glibc keeps blocks below 32 MiB that were freed (`core.machine.kept_memory`),
+so of these the most that was ever in use counts at every later instant, with what lies unused between them.
+
+Letters: P parameters, T those that train, V x h the embedding, N tokens of a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from posttrain.plan import activations
+from posttrain.plan.work import FUSED, QUANTISED, Work
+
+Instant = Literal[
+    "first scoring", "first update", "rollout", "scoring", "forward", "backward", "gradients", "update", "sync"
+]
+"""first scoring, first update: what a run proves in its first step. forward: the end of a forward pass. backward: its
+beginning. gradients: the end of the last backward pass."""
+INSTANTS: tuple[Instant, ...] = get_args(Instant)
+ONCE: tuple[Instant, ...] = ("first scoring", "first update")
+EVERY: tuple[Instant, ...] = tuple(i for i in INSTANTS if i not in ONCE)
+LEARNING: tuple[Instant, ...] = ("first update", "forward", "backward", "gradients", "update")
+SMALL = 32 << 20
+"""Bytes of a block that glibc keeps, at most."""
+BETWEEN = 1.2
+"""Resident bytes of kept blocks for each byte that was in use at once. Measured (docs/planning.md)."""
+LIBRARIES = 40 << 20
+"""What oneDNN, torch and the tokenizer keep for themselves once a run has worked with its sizes. Measured."""
+STATE = {
+    "adamw": (8.0, "{} T: two moments in float32"),
+    "adamw8bit": (2.1, "{} T: two moments in 8 bits"),
+    "muon": (4.4, "{} T: momentum of matrices, two moments of the rest"),
+    "sgd": (4.0, "{} T: momentum"),
+}
+"""Bytes of an optimizer's state for each number that trains."""
+RESERVED = 0.05
+"""Of what is allocated for an instant on an accelerator: what its allocator holds and cannot use. Assumed."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """Something that takes memory."""
+
+    name: str
+    bytes: float
+    formula: str
+    instants: tuple[Instant, ...] = INSTANTS
+    small: float = 0.0
+    """Bytes of it in blocks that glibc keeps."""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it is there through every step."""
+        return set(EVERY) <= set(self.instants)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The memory of one process, or of one device."""
+
+    name: str
+    terms: tuple[Term, ...]
+    accelerator: bool
+
+    def held(self, at: Instant) -> list[Term]:
+        """What is there at this instant, the largest first."""
+        return sorted((t for t in self.terms if at in t.instants), key=lambda t: -t.bytes)
+
+    def slack(self, at: Instant) -> float:
+        """Bytes that the allocator holds beyond what is in use."""
+        if self.accelerator:
+            return RESERVED * sum(t.bytes for t in self.held(at) if not t.lasts)
+        small = {i: sum(t.small for t in self.held(i)) for i in INSTANTS}
+        before = {"first scoring": ONCE[:1], "first update": (*ONCE, "forward", "backward", "gradients")}
+        later = sum(t.small for t in self.terms if "update" in t.instants and at not in t.instants)
+        most = max(small[i] - (0 if i in ONCE else later) for i in before.get(at, INSTANTS))
+        return BETWEEN * most - small[at]
+
+    def total(self, at: Instant) -> float:
+        """Bytes at this instant."""
+        return sum(t.bytes for t in self.held(at)) + self.slack(at)
+
+    @property
+    def peak(self) -> Instant:
+        """When it takes the most."""
+        return max(INSTANTS, key=self.total)
+
+    @property
+    def most(self) -> float:
+        """Bytes at the peak."""
+        return self.total(self.peak)
+
+
+def places(work: Work) -> tuple[Place, ...]:
+    """The learner's process with what works in it, and an engine's where it has its own."""
+    apart = work.engines > 0 and work.samples
+    beside = () if apart else tuple(_engine(work))
+    learner = Place("learner" if apart else "learner and engine", (*_learner(work), *beside), work.accelerator)
+    return (learner, Place("each engine", tuple(_engine(work)), work.accelerator)) if apart else (learner,)
+
+
+# --- the learner ------------------------------------------------------------------------------------------------------
+
+
+def _learner(work: Work) -> Iterator[Term]:
+    yield from _weights(work)
+    yield from _training(work)
+    yield from _passes(work)
+    if work.reference:
+        yield _of_tensors(work, "reference", work.width, "{} P: a frozen copy", divided=True)
+    if work.judges:
+        yield Term("reward models", work.judges, "as they are stored")
+    if work.engines and work.samples:
+        copies = 1 + work.delta
+        sent = work.shape.parameters * work.width * copies
+        yield Term("weights on their way", sent, f"{copies * work.width} P: a block that engines read", ("sync",))
+    if not work.accelerator:
+        yield Term("libraries", LIBRARIES, "measured; kernels by shape", small=LIBRARIES / BETWEEN)
+
+
+def _weights(work: Work) -> Iterator[Term]:
+    """Of the learner. A file of weights is mapped, and what is read of it stays where it is."""
+    p, a = work.shape.parameters, work.width
+    if work.quantize is not None:
+        bits = QUANTISED[work.quantize]
+        held = work.in_linear * bits + (p - work.in_linear) * a
+        yield Term("weights", held / _cut(work), f"{bits:g} bytes of a linear layer's numbers, {a} of the others")
+    elif _rows(work) and a < 4 and not work.adapter:
+        yield Term("weights", p * 4 * _share(work), f"4 P: float32, rounded where they are computed with{_over(work)}")
+    else:
+        yield Term("weights", p * a * _share(work), f"{a} P{_over(work)}")
+    if _rows(work):
+        s = work.shape
+        whole = (s.parts["embedding"] + s.parts.get("head", 0) + (s.parameters - s.parts["embedding"]) / s.layers) * a
+        yield Term("weights brought together", whole, "embedding, head, one layer", ("scoring", "forward", "backward"))
+    if work.adapter:
+        yield Term("adapter", 4.0 * work.adapter / _cut(work), "4 T", small=4.0 * work.adapter)
+    elif a < 4 and not _rows(work):
+        yield _of_tensors(work, "float32 copies", 4, "{} T: what the optimizer moves", divided=True)
+
+
+def _training(work: Work) -> Iterator[Term]:
+    narrow = work.width < 4 and not work.adapter and not _rows(work)
+    several = work.passes > 1
+    yield _trained(work, "gradients", 4, "{} T", ("first update", "gradients", "update"))
+    if several:
+        yield _trained(work, "gradients of earlier passes", 4, "{} T", ("forward", "backward"))
+    if narrow:
+        yield _trained(work, "gradients before they are summed", work.width, "{} T", ("gradients",))
+    each, said = STATE[work.optimizer]
+    if work.offload_optimizer:
+        yield Term("optimizer state", min(each * work.trained, 16e6 * each), "one group at a time", ("update",))
+    else:
+        yield _trained(work, "optimizer state", each, said, EVERY)
+    if work.ema:
+        yield _trained(work, "average of the weights", 4, "{} T", INSTANTS)
+    if not work.adapter:
+        largest = work.shape.vocabulary * work.shape.hidden * _share(work)
+        proved = 16 * largest
+        yield Term("check of the first update", proved, "16 V h: the largest gradient in float64", ONCE[1:])
+        if work.share and work.siblings > 1 and work.parallel == "rows" and work.ranks == 1:
+            both = 2 * work.width * work.shape.parameters + proved
+            yield Term("proof of shared beginnings", both, f"{2 * work.width} P + 16 V h: two gradients", ONCE[:1])
+
+
+def _passes(work: Work) -> Iterator[Term]:
+    n, said = work.tokens, f"N = {work.tokens:,.0f}"
+    cut = _heads(work)
+    if not work.offload_activations:
+        each = activations.kept(work) * cut
+        yield _small("activations", n * each, f"{each:,.0f} bytes x {said}", ("forward", "backward"))
+        outside = n * activations.ends(work) + 2 * work.spoken * 4 * work.shape.hidden
+        yield _small(
+            "hidden states outside the layers", outside, "first, last, and for the head", ("forward", "backward")
+        )
+    one = n * max(activations.layer(work) * cut if work.checkpointing == "none" else 0, activations.again(work) * cut)
+    in_backward = n * activations.backward(work)
+    if work.checkpointing != "none":
+        yield _small("layer that is computed again", one, f"one layer x {said}", ("backward", "gradients"))
+    else:
+        yield _small("last layer of the backward", one, f"one layer x {said}", ("gradients",))
+    yield _small("gradients of activations", in_backward, f"2 f + 2 h numbers x {said}", ("backward", "gradients"))
+    step = min(activations.SCORE_TOKENS, work.minibatch * work.minibatches)
+    if work.samples:
+        yield _small("pass without gradient", step * activations.scoring(work), f"{step:,.0f} tokens", ("scoring",))
+    if work.head:
+        yield _small("head's tiles", activations.tile(work), "scores of a tile", ("scoring", "forward", "backward"))
+        if not work.adapter:
+            made = float(work.shape.vocabulary * work.shape.hidden * work.width)
+            later: tuple[Instant, ...] = ("backward",) if work.passes == 1 else ("backward", "gradients")
+            yield Term("gradient of the head", made, f"{work.width} V h", later, _kept_small(made))
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def _engine(work: Work) -> Iterator[Term]:
+    shared = work.adapter and not work.vllm and not work.engines
+    if shared:
+        held = 4.0 * work.adapter
+        yield Term("engine's adapter", held, "4 T: the frozen weights are shared", small=held)
+        if work.width == 4 and not work.accelerator and work.shape.family in FUSED and not work.quantize:
+            merged = 4.0 * work.in_linear
+            small = sum(4.0 * i * o * n for i, o, n in work.linear.values() if 8 * i * o < SMALL)
+            yield Term("engine's merged layers", merged, "4 bytes x numbers of the linear layers", small=small)
+    else:
+        yield _of_tensors(work, "engine's weights", work.width, "{} P")
+    if not work.samples:
+        return
+    cached, formula = cache(work)
+    yield Term("cache of keys and values", cached, formula, ("rollout",) if work.sleep else INSTANTS)
+    if not work.vllm:
+        drawn, said = activations.logits(work), f"{work.together} sequences x V"
+        yield Term("scores that tokens are drawn from", drawn, said, ("rollout",), 2 * _kept_small(drawn / 2))
+        yield _small("engine's pass", activations.prefill(work), "positions of prompts", ("rollout",))
+
+
+def cache(work: Work) -> tuple[float, str]:
+    """Bytes of the cache of keys and values, and how they are counted. The embedded engine keeps float32; vLLM takes
+    what it is allowed."""
+    if work.vllm:
+        return work.cache, "engine.cache_gib: taken at the start"
+    each = work.shape.cache_bytes(4)
+    groups = math.ceil(work.together / work.siblings)
+    rows = groups * work.lengths.prompt + work.together * (work.lengths.answer + 8)  # blocks of 16 rows
+    said = f"{each:,} bytes x {rows:,.0f} tokens: {work.together} sequences"
+    return min(work.cache, each * rows), said
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def tensors(work: Work) -> Iterable[tuple[int, int]]:
+    """(numbers of a tensor, how many there are) of a model."""
+    s, parts = work.shape, work.shape.parts
+    listed = [(s.vocabulary * s.hidden, 1 + (not s.tied)), *((i * o, n) for i, o, n in work.linear.values())]
+    rest = s.parameters - sum(size * count for size, count in listed)
+    if s.experts is not None:
+        one = parts["experts"] // max(1, s.layers - s.experts.dense)
+        listed.append((one // 2, 2 * (s.layers - s.experts.dense)))
+        rest -= parts["experts"]
+    return [*listed, (max(0, rest) // max(1, 2 * s.layers), 2 * s.layers)]
+
+
+def _of_tensors(work: Work, name: str, each: float, formula: str, divided: bool = False, parts: int = 1) -> Term:
+    """Bytes for each number of a model, those of small tensors apart; they are in `parts` tensors of equal size."""
+    share = _share(work) if divided else 1.0
+    held = work.shape.parameters * each * share
+    small = sum(size * count * each for size, count in tensors(work) if size * each * share / parts < SMALL)
+    said = formula.format(f"{each:g}") + (_over(work) if divided else "")
+    return Term(name, held, said, small=min(small * share, held))
+
+
+def _trained(work: Work, name: str, each: float, formula: str, instants: tuple[Instant, ...]) -> Term:
+    if work.adapter:
+        held = each * work.adapter / _cut(work)
+        return Term(name, held, formula.format(f"{each:g}"), instants, held)
+    made = _of_tensors(work, name, each, formula, divided=True, parts=2 if each == 8 else 1)
+    return replace(made, instants=instants)
+
+
+def _small(name: str, held: float, formula: str, instants: tuple[Instant, ...]) -> Term:
+    """Of many blocks, none of them large."""
+    return Term(name, held, formula, instants, held)
+
+
+def _kept_small(held: float) -> float:
+    return held if held < SMALL else 0.0
+
+
+def _cut(work: Work) -> int:
+    """Over how many ranks one copy of the weights is cut."""
+    return work.ranks // work.replicas
+
+
+def _rows(work: Work) -> bool:
+    """Whether ranks hold rows of every weight, and bring a layer together to compute with it."""
+    return work.parallel == "rows" and _cut(work) > 1
+
+
+def _share(work: Work) -> float:
+    """The share of the weights that a rank holds."""
+    if work.parallel == "rows" or _cut(work) == 1:
+        return 1 / _cut(work)
+    s, whole = work.shape, work.shape.parameters
+    cut = s.parts.get("experts", 0) if work.parallel == "experts" else work.in_linear + s.parts.get("experts", 0)
+    return (whole - cut + cut / _cut(work)) / whole
+
+
+def _heads(work: Work) -> float:
+    """The share of a layer's activations that a rank keeps: with columns and rows about half of them are cut."""
+    return 1.0 if work.parallel != "tensor" or work.ranks == 1 else 0.5 + 0.5 / _cut(work)
+
+
+def _over(work: Work) -> str:
+    return "" if _cut(work) == 1 else f", cut over {_cut(work)} ranks"

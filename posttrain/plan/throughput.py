@@ -1,0 +1,269 @@
+"""How long a step takes and why: five times by role, and how the topology puts them together.
+
+Each time is the largest of arithmetic and reading, at the share of the peaks that the machine reaches. Decoding is
+followed answer by answer: while many are said each reading of the weights serves many, and at the end a few long ones
+are said alone, which is the long tail.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from posttrain.core.errors import ConfigError
+from posttrain.plan.machines import Machine
+from posttrain.plan.serving import Decoding
+from posttrain.plan.work import Work
+
+Topology = Literal["colocated", "disaggregated", "asynchronous"]
+"""colocated: all devices sample, then all learn. disaggregated: some sample and some learn, in turn. asynchronous:
+both at once, with samples of earlier weights."""
+ROLES = ("rollout", "reward", "reference", "learn", "sync")
+PIECES = 64
+"""Parts of the tail in which the number of sequences is taken as constant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumed:
+    """What no config says."""
+
+    reward: float = 0.0
+    """Seconds to judge one answer."""
+    judges: int = 1
+    """Answers that are judged at once."""
+    kept: float = 1.0
+    """Share of groups that a filter keeps (dynamic sampling); the others are sampled for nothing."""
+    accepted: float = 0.0
+    """Chance that a drafted token is accepted."""
+    drafts: int = 0
+    """Tokens drafted a pass."""
+    draft_cost: float = 0.1
+    """Time of a pass of the draft model, in passes of the policy."""
+    forwards: int = 0
+    """Further passes without gradient (`core.cost`), beside the reference's."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kept <= 1:
+            raise ConfigError(f"kept={self.kept:g}: a share of groups in (0, 1]")
+        if not 0 <= self.accepted < 1:
+            raise ConfigError(f"accepted={self.accepted:g}: a chance in [0, 1)")
+        if self.reward < 0 or self.judges < 1 or self.drafts < 0 or self.draft_cost < 0:
+            raise ConfigError("reward, drafts and draft_cost must be >= 0, judges >= 1")
+
+    @property
+    def tokens_a_pass(self) -> float:
+        """1 + a + ... + a^k: what a pass with k drafts says.
+
+        >>> round(Assumed(accepted=0.7, drafts=4).tokens_a_pass, 2)
+        2.77
+        """
+        return math.fsum(self.accepted**i for i in range(self.drafts + 1)) if self.accepted else 1.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each role in one step."""
+
+    rollout: float
+    reward: float
+    reference: float
+    learn: float
+    sync: float
+
+    @property
+    def total(self) -> float:
+        return self.rollout + self.reward + self.reference + self.learn + self.sync
+
+    @property
+    def slowest(self) -> str:
+        """The role that takes longest."""
+        return max(ROLES, key=lambda r: getattr(self, r))
+
+    def step(self, topology: Topology, *, hidden_sync: bool = False) -> float:
+        """Seconds of a step. Asynchronous sampling hides what is shorter; weights are sent between the two, or, where
+        `hidden_sync`, while sampling goes on.
+
+        >>> Times(30, 1, 3, 8, 1).step("asynchronous")
+        32
+        >>> page = Times(20, 0, 0, 8, 3)
+        >>> page.step("colocated"), page.step("asynchronous"), page.step("asynchronous", hidden_sync=True)
+        (31, 23, 20)
+        """
+        if topology != "asynchronous":
+            return self.total
+        longer = max(self.rollout + self.reward, self.reference + self.learn)
+        return longer if hidden_sync else longer + self.sync
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """A stage on a machine. `engines` and `learners` are devices; where the topology is colocated both are all."""
+
+    work: Work
+    machine: Machine
+    topology: Topology
+    engines: int
+    learners: int
+    assumed: Assumed = Assumed()
+
+    def __post_init__(self) -> None:
+        if min(self.engines, self.learners) < 1:
+            raise ConfigError(
+                f"{self.machine.count} devices for {self.topology} roles: each of engines and learner needs at least 1"
+            )
+
+    # --- the five times ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def times(self) -> Times:
+        w, played = self.work, self.work.sequences / self.assumed.kept
+        if not w.samples:
+            return Times(0, 0, self.reference, self.learn, 0)
+        reward = self.assumed.reward * played / self.assumed.judges
+        return Times((self.prefill + self.decode) / self.assumed.kept, reward, self.reference, self.learn, self.sync)
+
+    @property
+    def prefill(self) -> float:
+        """Seconds to read the prompts: each once, whatever its siblings."""
+        w = self.work
+        tokens = w.prompts * w.lengths.prompt
+        each = 2 * w.shape.active + w.shape.attending(w.lengths.prompt) / 2
+        return tokens * each / (self.machine.flops * self.engines)
+
+    def decoding(self, sequences: float, length: float) -> float:
+        """Seconds of one decoding step of so many sequences, each with so many tokens so far."""
+        m, one = self.machine, Decoding(
+            self.work.shape, self.machine.device, self.engines, max(1, round(sequences)), max(1, round(length)),
+            bytes_each=self.work.width,
+        )  # fmt: skip
+        positions = 1 + self.assumed.drafts
+        busy = max(one.reading / m.reading, positions * one.arithmetic / m.compute)
+        return (busy + m.latency) * (1 + self.assumed.drafts * self.assumed.draft_cost)
+
+    @cached_property
+    def decode(self) -> float:
+        """Seconds to say the answers. While more wait than there are slots, all slots are full; then the tail begins,
+        in which the longest of those that were begun last are said alone."""
+        w = self.work
+        slots = min(w.slots * (self.engines if w.engines else 1), w.sequences)
+        whole = (w.sequences - slots) * w.lengths.answer / slots * self.decoding(
+            slots, w.lengths.prompt + w.lengths.answer / 2
+        )  # fmt: skip
+        edges = [0.0, *(w.lengths.quantile((i + 0.5) / PIECES) for i in range(PIECES)), w.lengths.longest(slots)]
+        tail, begun = 0.0, 0.0
+        for i, end in enumerate(edges[1:]):
+            left = max(1.0, slots * (1 - i / PIECES))
+            if end > begun:
+                tail += (end - begun) * self.decoding(left, w.lengths.prompt + (begun + end) / 2)
+                begun = end
+        return (whole + tail) / self.assumed.tokens_a_pass
+
+    @property
+    def flat(self) -> float:
+        """Seconds of decoding if all answers had the mean length: what the long tail adds is `decode` less this."""
+        w = self.work
+        slots = min(w.slots * (self.engines if w.engines else 1), w.sequences)
+        passes = w.sequences / slots * w.lengths.answer / self.assumed.tokens_a_pass
+        return passes * self.decoding(slots, w.lengths.prompt + w.lengths.answer / 2)
+
+    @property
+    def _forward(self) -> float:
+        """Seconds of a pass without gradient over every token of the step."""
+        return self.tokens * self._each / (self.machine.flops * self.learners)
+
+    @property
+    def _each(self) -> float:
+        """Operations of a forward pass for one token."""
+        length = self.work.lengths.prompt + self.work.lengths.answer
+        return 2 * self.work.shape.active + self.work.shape.attending(round(length)) / 2
+
+    @property
+    def tokens(self) -> float:
+        """That the learner computes in a step, shared beginnings once."""
+        return self.work.prompts * self.work.unit
+
+    @property
+    def reference(self) -> float:
+        """Seconds of the passes without gradient."""
+        return self._forward * (self.assumed.forwards + self.work.reference)
+
+    @property
+    def learn(self) -> float:
+        """Seconds of forward and backward passes and of the optimizer: 3 forwards; 2 where the weights are frozen
+        beneath an adapter; one more where layers are computed again."""
+        w = self.work
+        passes = (2 if w.lora is not None else 3) + {"none": 0.0, "selective": 0.1, "full": 1.0}[w.checkpointing]
+        moved = w.trained * 28.0 / (self.machine.bandwidth * self.learners)  # weight, gradient, moments: read, written
+        return (self._forward * passes + moved * w.minibatches) * w.epochs
+
+    @property
+    def sync(self) -> float:
+        """Seconds to bring the weights to the engines: within a device, or from one to another."""
+        w = self.work
+        sent = (w.adapter or w.shape.parameters) * w.width
+        if self.topology == "colocated":
+            return 2 * sent / (self.machine.bandwidth * self.learners)
+        return sent / self.machine.between(self.machine.count)
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> float:
+        """Seconds."""
+        return self.times.step(self.topology)
+
+    @property
+    def said(self) -> float:
+        """Tokens of a step that are learned from."""
+        return self.work.sequences * self.work.lengths.answer
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.said / self.step
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """The share of a step in which the devices of each role work for it."""
+        t = self.times
+        return {"engines": t.rollout / self.step, "learner": (t.reference + t.learn) / self.step}
+
+    @property
+    def idle(self) -> float:
+        """The share of all devices' time in which they do nothing."""
+        used = self.busy["engines"] * self.engines + self.busy["learner"] * self.learners
+        return max(0.0, 1 - used / self.machine.count)
+
+    @property
+    def utilisation(self) -> float:
+        """Operations that learning and sampling need, of what all devices could do at their peaks."""
+        w = self.work
+        needed = self.tokens * self._each * 3 * w.epochs + self.said * 2 * w.shape.active
+        return needed / (self.step * self.machine.device.flops * self.machine.count)
+
+    def hours(self, steps: int) -> float:
+        """Of all devices together."""
+        return steps * self.step * self.machine.count / 3600
+
+    def cost(self, steps: int) -> float:
+        """In the machine's currency; 0 where it has no price."""
+        return self.hours(steps) * self.machine.price
+
+
+def throughput(
+    work: Work, machine: Machine, assumed: Assumed = Assumed(), engines: int | None = None, workers: int = 1
+) -> Throughput:
+    """A stage on the devices of a machine.
+
+    Args:
+        engines: devices that sample. None: all where the roles take turns, else half. Engines in processes of their own
+            have theirs, and with staleness they sample while the learner works.
+        workers: devices of each engine, where `work` names engines.
+    """
+    if not work.engines or machine.count == 1:
+        topology: Topology = "asynchronous" if work.staleness else "colocated"
+        return Throughput(work, machine, topology, engines or machine.count, machine.count, assumed)
+    own = engines or max(1, min(work.engines * workers, machine.count - 1))
+    topology = "asynchronous" if work.staleness else "disaggregated"
+    return Throughput(work, machine, topology, own, machine.count - own, assumed)

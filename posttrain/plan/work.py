@@ -1,0 +1,224 @@
+"""What a stage of a run computes and holds, as sizes: the model, the batch, the lengths, and who works where."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from posttrain.core.adapter import ALL_LINEAR, Lora
+from posttrain.core.engines import GIB, Embedded
+from posttrain.core.errors import ConfigError
+from posttrain.core.over_ranks import Parallel
+from posttrain.core.placement import Local, Processes
+from posttrain.core.preference_stage import OnlinePreference, Preference
+from posttrain.core.rejection import Rejection
+from posttrain.core.reward_model import RewardModel
+from posttrain.core.run import Checkpointing, Reinforce, Run, Supervised
+from posttrain.core.stage import Stage
+from posttrain.plan.lengths import Lengths
+from posttrain.plan.shapes import ModelShape
+
+FUSED = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose layers run as few operations on a processor (`engine.training_layers`, `engine.embedded.fused`)."""
+QUANTISED = {"int8": 1.0, "nf4": 0.516}
+"""Bytes of a number of a quantised weight; scales of int8 rows come on top, those of nf4 are in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A stage as sizes. `posttrain.core.run` says what each setting means."""
+
+    shape: ModelShape
+    lengths: Lengths
+    prompts: int
+    """Groups of a step; of a stage that samples nothing its sequences or pairs."""
+    siblings: int = 1
+    """Samples of a prompt; 2 for pairs."""
+    micro_tokens: int = 4096
+    minibatches: int = 1
+    epochs: int = 1
+    width: int = 4
+    """Bytes of a weight and of an activation."""
+    accelerator: bool = False
+    head: bool = True
+    """Whether log-probs are learned from; a reward model has none."""
+    lora: Lora | None = None
+    quantize: str | None = None
+    optimizer: str = "adamw"
+    ema: bool = False
+    checkpointing: Checkpointing = "none"
+    offload_activations: bool = False
+    offload_optimizer: bool = False
+    share: bool = True
+    """`model.share_prefixes`"""
+    samples: bool = False
+    """Whether it samples from the policy."""
+    reference: bool = False
+    """Whether a second model scores."""
+    values: bool = False
+    judges: float = 0.0
+    """Bytes of reward models that judge."""
+    vllm: bool = False
+    slots: int = 256
+    cache: float = 4.0 * GIB
+    """Most bytes of the cache of keys and values."""
+    budget: int = 2048
+    sleep: bool = False
+    context: int = 0
+    """0: as long as the longest sequence."""
+    engines: int = 0
+    """In processes of their own; 0: one, in the learner's process."""
+    delta: bool = False
+    staleness: int = 0
+    ranks: int = 1
+    replicas: int = 1
+    parallel: Parallel = "rows"
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "siblings", "micro_tokens", "minibatches", "epochs", "slots", "ranks", "replicas"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be >= 1")
+        if self.ranks % self.replicas:
+            raise ConfigError(f"replicas={self.replicas}: must be a divisor of the {self.ranks} ranks")
+
+    # --- sequences ---------------------------------------------------------------------------------------------------
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.prompts * self.siblings
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that is planned for."""
+        return self.lengths.prompt + math.ceil(self.lengths.longest(self.sequences))
+
+    @property
+    def together(self) -> int:
+        """Sequences that an engine decodes at once."""
+        return min(self.slots, math.ceil(self.sequences / max(1, self.engines)))
+
+    @property
+    def fused(self) -> bool:
+        """Whether the layers of the learner are the compiled ones, which keep less."""
+        plain = self.shape.experts is None and self.shape.family in FUSED
+        return plain and not self.accelerator and self.width == 4 and self.checkpointing == "none"
+
+    @property
+    def unit(self) -> float:
+        """Tokens computed for one group of siblings: what they begin with counts once, and their last token is not
+        computed."""
+        each = self.lengths.answer - 1
+        shared = self.share and self.siblings > 1
+        prompts = 1 if shared else self.siblings
+        return self.lengths.prompt * prompts + each * self.siblings
+
+    @property
+    def minibatch(self) -> float:
+        """Tokens computed for one optimizer step, on one rank."""
+        divided = self.ranks if self.parallel == "rows" else 1
+        return self.prompts * self.unit / self.minibatches / divided
+
+    @property
+    def tokens(self) -> float:
+        """Tokens computed in the largest forward and backward pass."""
+        if self.minibatch <= self.micro_tokens:
+            return self.minibatch
+        one = self.unit / self.siblings
+        return max(self.longest - 1.0, one * (self.micro_tokens // one))
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of an optimizer step."""
+        return math.ceil(self.minibatch / self.tokens - 1e-9)
+
+    @property
+    def spoken(self) -> float:
+        """Tokens of a pass whose log-probs are learned."""
+        return self.tokens * self.lengths.answer * self.siblings / self.unit
+
+    # --- parameters --------------------------------------------------------------------------------------------------
+
+    @property
+    def linear(self) -> dict[str, tuple[int, int, int]]:
+        """(inputs, outputs, how many) of the linear layers of the decoder, experts left out."""
+        s, x = self.shape, self.shape.experts
+        q, kv, dense = s.heads * s.head_dim, s.kv_heads * s.head_dim, s.layers if x is None else x.dense
+        found = {"q_proj": (s.hidden, q, s.layers), "k_proj": (s.hidden, kv, s.layers)}
+        found |= {"v_proj": (s.hidden, kv, s.layers), "o_proj": (q, s.hidden, s.layers)}
+        if s.form.gated:
+            found["gate_proj"] = (s.hidden, s.feed, dense)
+        return found | {"up_proj": (s.hidden, s.feed, dense), "down_proj": (s.feed, s.hidden, dense)}
+
+    @property
+    def in_linear(self) -> int:
+        """Parameters of these layers."""
+        return sum(i * o * n for i, o, n in self.linear.values())
+
+    @property
+    def adapter(self) -> int:
+        """Parameters of the adapter; 0: all weights train."""
+        if self.lora is None:
+            return 0
+        chosen = [
+            x for n, x in self.linear.items() if {ALL_LINEAR, n} & {t.rpartition(".")[2] for t in self.lora.targets}
+        ]
+        return sum(self.lora.rank * (i + o) * n for i, o, n in chosen)
+
+    @property
+    def trained(self) -> int:
+        """Parameters that train."""
+        return self.adapter or self.shape.parameters + self.values * (self.shape.hidden + 1)
+
+
+def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work:
+    """The sizes of a stage of a run over one process."""
+    model, engine = run.model, run.engine
+    made = Work(
+        shape=shape,
+        lengths=lengths,
+        prompts=1,
+        micro_tokens=stage.micro_tokens,
+        width={"float32": 4}.get(model.dtype, 2),
+        accelerator=model.device != "cpu",
+        lora=model.lora,
+        quantize=model.quantize,
+        optimizer=stage.optimizer.kind,
+        ema=stage.optimizer.ema is not None,
+        checkpointing=model.checkpointing,
+        offload_activations=model.offload_activations,
+        offload_optimizer=model.offload_optimizer,
+        share=model.share_prefixes,
+        vllm=not isinstance(engine, Embedded),
+        slots=run.slots,
+        cache=engine.cache_gib * GIB,
+        budget=engine.budget if isinstance(engine, Embedded) else 2048,
+        sleep=isinstance(engine, Embedded) and engine.sleep,
+        context=model.context or 0,
+        engines=0 if isinstance(run.placement, Local) else run.placement.engines,
+        delta=isinstance(run.placement, Processes) and run.placement.delta,
+    )
+    if isinstance(stage, Reinforce):
+        a = stage.algorithm
+        copied = (
+            bool(a.reads & {"reference", "teacher"})
+            and not a.own_teacher
+            and (stage.reference is not None or model.lora is None)
+        )
+        return replace(made, prompts=stage.prompts, siblings=stage.siblings, minibatches=stage.minibatches,
+                       epochs=stage.epochs, samples=True, staleness=stage.staleness,
+                       reference=copied, values="values" in a.reads)  # fmt: skip
+    if isinstance(stage, Preference):
+        kept = stage.algorithm.reads_reference and stage.ahead is False and model.lora is None
+        return replace(made, prompts=stage.batch, siblings=2, reference=kept)
+    if isinstance(stage, RewardModel):
+        return replace(made, prompts=stage.batch, siblings=2, head=False)
+    if isinstance(stage, OnlinePreference):
+        return replace(made, prompts=stage.prompts, siblings=2, samples=True, reference=model.lora is None)
+    if isinstance(stage, Rejection):
+        return replace(made, prompts=stage.prompts, siblings=stage.siblings, samples=True)
+    if isinstance(stage, Supervised):
+        return replace(made, prompts=stage.batch)
+    raise ConfigError(
+        f"{stage.name}: a stage of kind {type(stage).__name__} is not planned; name another with stage=NAME"
+    )
