@@ -12,8 +12,7 @@ from pathlib import Path
 
 from posttrain.api import overrides as dotted
 from posttrain.api.defaults import Choices, given_paths, room_for_minibatches, word
-from posttrain.api.measure import GIB, ModelSize
-from posttrain.api.measure import Machine as Where
+from posttrain.api.measure import GIB, Machine, ModelSize
 from posttrain.api.run_file import is_recipe, run_of
 from posttrain.core.cost import cost
 from posttrain.core.engines import VLLM
@@ -23,7 +22,7 @@ from posttrain.core.over_ranks import Parallel
 from posttrain.core.run import BUILT_CONTEXT, Model, Reinforce, Run
 from posttrain.core.stage import Stage
 from posttrain.plan.lengths import Lengths
-from posttrain.plan.machines import Device, Machine, machine
+from posttrain.plan.machines import Device, Hardware, machine
 from posttrain.plan.models import shape_by_name
 from posttrain.plan.shapes import ModelShape, read_shape, shape_of
 from posttrain.plan.throughput import Assumed, Throughput, throughput
@@ -59,7 +58,7 @@ class Planned:
     run: Run
     stage: Stage
     work: Work
-    machine: Machine
+    machine: Hardware
     notes: tuple[str, ...]
     """What was assumed or chosen."""
     timed: Throughput | None
@@ -119,7 +118,7 @@ def _stage(run: Run, name: str | None) -> Stage:
     return run.stage(name) if name is not None else (rewarded or list(run.stages))[-1]
 
 
-def _ranks(options: PlanOptions, where: Machine, run: Run) -> int:
+def _ranks(options: PlanOptions, where: Hardware, run: Run) -> int:
     if options.nproc is not None and options.nproc < 1:
         raise ConfigError(f"--nproc {options.nproc}: must be >= 1")
     apart = getattr(run.placement, "engines", 0) * (run.engine.workers if isinstance(run.engine, VLLM) else 1)
@@ -165,7 +164,7 @@ def model_shape(model: Model) -> tuple[ModelShape, int]:
 
 
 def _chosen(
-    run: Run, given: frozenset[str], shape: ModelShape, positions: int, where: Machine
+    run: Run, given: frozenset[str], shape: ModelShape, positions: int, where: Hardware
 ) -> tuple[Run, tuple[str, ...]]:
     """The run with the settings that `posttrain run` would choose for this model on this machine."""
     if run.model.path is None:
@@ -179,7 +178,7 @@ def _chosen(
         cache_width=shape.cache_bytes(1) // shape.layers,
     )
     device = "cuda" if where.device.accelerator else "cpu"
-    place = Where(device=device, why=where.name, memory=where.device.memory / GIB, cores=cores())
+    place = Machine(device=device, why=where.name, memory=where.device.memory / GIB, cores=cores())
     made = Choices(run, given, None, size, place).made()
     run = dotted.apply(run, [f"{path}={word(value)}" for path, (value, _) in made.items()])
     return run, (f"settings left open are those that a run chooses for this model and machine ({len(made)})",)
@@ -215,7 +214,7 @@ def cache_file() -> Path:
     return base / "posttrain" / PROBED
 
 
-def here() -> tuple[Machine, bool]:
+def here() -> tuple[Hardware, bool]:
     """This machine, and whether its speed is known: it is once it was probed."""
     try:
         told = json.loads(cache_file().read_text())
@@ -225,7 +224,7 @@ def here() -> tuple[Machine, bool]:
         accelerator, source = bool(told["accelerator"]), f"probed on {told['date']}, {told['versions']}"
     except (OSError, ValueError, KeyError, TypeError):
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
-        return Machine(HERE, Device(float(pages), 1e11, 1e10, "this machine", accelerator=False)), False
+        return Hardware(HERE, Device(float(pages), 1e11, 1e10, "this machine", accelerator=False)), False
     latency = kept.pop("latency")
     found = Device(**kept, source=source, link=kept["bandwidth"], accelerator=accelerator)
-    return Machine(HERE, found, compute=1.0, reading=1.0, latency=latency, why=source), True
+    return Hardware(HERE, found, compute=1.0, reading=1.0, latency=latency, why=source), True

@@ -14,7 +14,7 @@ from posttrain.plan.work import Work
 
 
 @dataclass(frozen=True)
-class Change:
+class Saving:
     """One setting that takes less memory."""
 
     words: tuple[str, ...]
@@ -30,39 +30,39 @@ def most(work: Work) -> float:
     return max(p.most for p in places(work))
 
 
-def changes(work: Work, stage: str) -> Iterator[Change]:
+def changes(work: Work, stage: str) -> Iterator[Saving]:
     """Each change that applies, the cheapest first. The first ones change nothing of what is learned."""
     micro = work.micro_tokens
     while micro // 2 >= max(512, work.longest):
         micro //= 2
         price = "more and smaller passes; no result changes"
-        yield Change((f"{stage}.micro_tokens={micro}",), price, replace(work, micro_tokens=micro))
+        yield Saving((f"{stage}.micro_tokens={micro}",), price, replace(work, micro_tokens=micro))
     if work.samples and work.cache > GIB:
         gib = round(work.cache / GIB / 4, 1)
         price = "fewer sequences at once where the cache is full"
-        yield Change((f"engine.cache_gib={gib:g}",), price, replace(work, cache=gib * GIB))
+        yield Saving((f"engine.cache_gib={gib:g}",), price, replace(work, cache=gib * GIB))
     if work.samples and not work.vllm and not work.engines and not work.staleness and not work.sleep:
-        yield Change(("engine.sleep=true",), "the cache is made anew in every step", replace(work, sleep=True))
+        yield Saving(("engine.sleep=true",), "the cache is made anew in every step", replace(work, sleep=True))
     for how, price in (("selective", "about 1.04 of the learner's time"), ("full", "about 1.3 of the learner's time")):
         if work.checkpointing == "none" or (work.checkpointing, how) == ("selective", "full"):
             words = (f"model.gradient_checkpointing={how}",)
-            yield Change(words, price, replace(work, checkpointing=how))  # pyright: ignore[reportArgumentType]
+            yield Saving(words, price, replace(work, checkpointing=how))  # pyright: ignore[reportArgumentType]
     if work.accelerator and not work.offload_optimizer:
         price = "16 bytes a parameter over the bus in each step"
-        yield Change(("model.offload_optimizer=true",), price, replace(work, offload_optimizer=True))
+        yield Saving(("model.offload_optimizer=true",), price, replace(work, offload_optimizer=True))
     if work.accelerator and work.width == 4:
-        yield Change(("model.dtype=bfloat16",), "weights are rounded where they are computed", replace(work, width=2))
+        yield Saving(("model.dtype=bfloat16",), "weights are rounded where they are computed", replace(work, width=2))
     if work.optimizer == "adamw" and work.lora is None:
         words = (f"{stage}.optimizer.kind=adamw8bit",)
-        yield Change(words, "moments are rounded to 8 bits", replace(work, optimizer="adamw8bit"))
+        yield Saving(words, "moments are rounded to 8 bits", replace(work, optimizer="adamw8bit"))
     if work.lora is None and not work.values:
         adapted = replace(work, lora=Lora(), reference=False)
-        yield Change(("model.lora.rank=16",), "an adapter trains, not all weights", adapted)
+        yield Saving(("model.lora.rank=16",), "an adapter trains, not all weights", adapted)
         quantised = replace(adapted, quantize="nf4")
-        yield Change(("model.lora.rank=16", "model.quantize=nf4"), "frozen weights are rounded to 4 bits", quantised)
+        yield Saving(("model.lora.rank=16", "model.quantize=nf4"), "frozen weights are rounded to 4 bits", quantised)
 
 
-def fixes(work: Work, stage: str, memory: float, count: int = 3) -> list[Change]:
+def fixes(work: Work, stage: str, memory: float, count: int = 3) -> list[Saving]:
     """The cheapest changes that make it fit into so many bytes: single ones first, then several together."""
     single = [c for c in changes(work, stage) if most(c.work) <= memory][:count]
     if single:
@@ -79,18 +79,18 @@ def fixes(work: Work, stage: str, memory: float, count: int = 3) -> list[Change]
         )
         words += last.words
         if most(now) <= memory:
-            return [Change(tuple(words), "together", now)]
+            return [Saving(tuple(words), "together", now)]
     return []
 
 
-def _setting(change: Change) -> str:
+def _setting(change: Saving) -> str:
     return change.words[-1].partition("=")[0]
 
 
 # --- the largest that fits --------------------------------------------------------------------------------------------
 
 
-def largest(what: str, work: Work, memory: float, stage: str) -> Change | None:
+def largest(what: str, work: Work, memory: float, stage: str) -> Saving | None:
     """The largest model, context, number of siblings or of prompts that fits into so many bytes on each place; None:
     not even the smallest does.
 
@@ -99,7 +99,7 @@ def largest(what: str, work: Work, memory: float, stage: str) -> Change | None:
     """
     if what == "model":
         named = sorted(((shape_by_name(n), n) for n in MODELS), key=lambda x: -x[0].parameters)
-        fitting = (Change((f"model={n}",), "", replace(work, shape=s)) for s, n in named)
+        fitting = (Saving((f"model={n}",), "", replace(work, shape=s)) for s, n in named)
         return next((c for c in fitting if most(c.work) <= memory), None)
     many = "prompts" if work.samples else "batch"
     makers: dict[str, tuple[Callable[[int], tuple[str, ...]], Callable[[int], Work], int]] = {
@@ -114,11 +114,11 @@ def largest(what: str, work: Work, memory: float, stage: str) -> Change | None:
     while high <= top and most(make(high)) <= memory:
         low, high = high, high * 2
     if low and high > top:
-        return Change(words(low), "and more: memory does not grow with it, since a step is cut into passes", make(low))
+        return Saving(words(low), "and more: memory does not grow with it, since a step is cut into passes", make(low))
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if most(make(middle)) <= memory else (low, middle)
-    return Change(words(low), "", make(low)) if low else None
+    return Saving(words(low), "", make(low)) if low else None
 
 
 def _context(work: Work, stage: str, answer: int) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from posttrain.plan.memory import Place, places
 from posttrain.plan.work import Work
 
 QUOTED = {"weights": 2, "gradients": 4, "float32 copies": 4, "mean of gradients": 4, "mean of their squares": 4}
-"""Mixed precision as it is usually quoted: 18 bytes, with gradients in float32 (Megatron-LM; 1910.02054 has 16 with
+"""Mixed precision as it is usually quoted: 18 bytes, with gradients in float32 (ZeRO has 16, with
 gradients of 2 bytes)."""
 OF_TRAINING = (
     "weights",

@@ -36,7 +36,7 @@ CELLS: Sequence[Cell] = (
          "a preference cannot be checked, so it is learned; without siblings a critic is the baseline",
          "posttrain run rlhf algorithm=ppo"),
     Cell("comparisons by people", "none", "one device", "the pairs themselves", "dpo", "nothing is sampled",
-         "Zephyr, DPO only (2310.16944)",
+         "DPO alone (2305.18290)",
          "the same comparisons as a supervised loss: no reward model, no critic, no engine",
          "posttrain run dpo"),
     Cell("a program decides", "8 and more siblings", "one machine", "verifier", "grpo", "colocated",

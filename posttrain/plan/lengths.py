@@ -18,9 +18,9 @@ class Lengths:
     """Tokens of prompts and answers.
 
     >>> Lengths(prompt=100, mean=500, most=500).longest(8)
-    500.0
+    500
     >>> round(Lengths(prompt=100, mean=1, cv=1, most=10**9).longest(8), 1)
-    3.3
+    2.7
     """
 
     prompt: int

@@ -1,6 +1,6 @@
 """Devices and machines as numbers: memory, arithmetic and bandwidth, each with its source.
 
-Peaks are those of the makers' data sheets. Programs reach a share of them, which a `Machine` has beside: what is
+Peaks are those of the makers' data sheets. Programs reach a share of them, which a `Hardware` has beside: what is
 assumed of all devices, what a user's TOML file says, or what `posttrain plan --probe` measured here.
 """
 
@@ -52,7 +52,7 @@ NODE = 8
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """Some equal devices, and what programs reach of their peaks."""
 
     name: str
@@ -113,7 +113,7 @@ def device(name: str) -> Device:
 COUNTED = re.compile(r"(?:(-?\d+)\s*[xX*]\s*)?(.+)")
 
 
-def machine(word: str) -> Machine:
+def machine(word: str) -> Hardware:
     """`H100`, `64xH100`, or a TOML file of the user's.
 
     >>> machine("8xh100").count, machine("8xh100").device.memory
@@ -127,15 +127,15 @@ def machine(word: str) -> Machine:
     found = COUNTED.fullmatch(word.strip())
     if found is None:
         raise ConfigError(f"machine={word!r}: write a device such as H100, 8xH100, or a TOML file")
-    return Machine(word, device(found[2]), int(found[1] or 1))
+    return Hardware(word, device(found[2]), int(found[1] or 1))
 
 
 OF_DEVICE = tuple(f.name for f in fields(Device))
-OF_MACHINE = tuple(f.name for f in fields(Machine) if f.name not in ("name", "device", "why"))
+OF_MACHINE = tuple(f.name for f in fields(Hardware) if f.name not in ("name", "device", "why"))
 
 
-def read_machine(path: Path) -> Machine:
-    """A machine of a TOML file: `device = "H100"`, or its memory, flops and bandwidth; and any field of `Machine`.
+def read_machine(path: Path) -> Hardware:
+    """A machine of a TOML file: `device = "H100"`, or its memory, flops and bandwidth; and any field of `Hardware`.
 
     Raises:
         ConfigError: the file cannot be read, or says something else.
@@ -157,7 +157,7 @@ def read_machine(path: Path) -> Machine:
         raise ConfigError(f"{path}: {missing[0]} is missing; give it, or device= with a name such as H100")
     values = {"source": str(path)} if base is None else {k: getattr(base, k) for k in OF_DEVICE}
     more = {k: told[k] for k in OF_MACHINE if k in told}
-    return Machine(path.stem, Device(**{**values, **own}), **more, why=f"shares of the peaks: {path} or assumed")
+    return Hardware(path.stem, Device(**{**values, **own}), **more, why=f"shares of the peaks: {path} or assumed")
 
 
 def _type(name: str) -> tuple[type, ...]:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from posttrain.core.errors import ConfigError
-from posttrain.plan.machines import Machine
+from posttrain.plan.machines import Hardware
 from posttrain.plan.serving import Decoding
 from posttrain.plan.work import Work
 
@@ -102,7 +102,7 @@ class Throughput:
     """A stage on a machine. `engines` and `learners` are devices; where the topology is colocated both are all."""
 
     work: Work
-    machine: Machine
+    machine: Hardware
     topology: Topology
     engines: int
     learners: int
@@ -252,7 +252,7 @@ class Throughput:
 
 
 def throughput(
-    work: Work, machine: Machine, assumed: Assumed = Assumed(), engines: int | None = None, workers: int = 1
+    work: Work, machine: Hardware, assumed: Assumed = Assumed(), engines: int | None = None, workers: int = 1
 ) -> Throughput:
     """A stage on the devices of a machine.
 

@@ -233,7 +233,8 @@ def test_the_tail_drafts_filters_and_topologies() -> None:
     assert throughput(SEVEN, replace(machine("8xH100"), price=2.0)).cost(100) == pytest.approx(
         200 * base.hours(100) / 100
     )
-    for wrong in ({"kept": 0.0}, {"accepted": 1.0}, {"reward": -1.0}):
+    refused: tuple[dict[str, Any], ...] = ({"kept": 0.0}, {"accepted": 1.0}, {"reward": -1.0})
+    for wrong in refused:
         with pytest.raises(ConfigError):
             Assumed(**wrong)
 

@@ -52,7 +52,7 @@ def plan(o: Namespace) -> int:
         view.forces()
         return 0
     if o.probe:
-        from posttrain.api.probe import probe
+        from posttrain.api.machine_speed import probe
 
         view.probed(probe())
         return 0
