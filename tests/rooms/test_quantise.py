@@ -26,7 +26,7 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, base_digest, load_policy
 from posttrain.engine.quantise import Int8Linear, is_quantised, make_float, rounded
-from posttrain.engine.saved_adapter import save_adapter
+from posttrain.engine.saved_adapter import write_adapter
 from posttrain.recipe.recipes import recipe
 from posttrain.role.sync import Sync
 from tests.peak import peak_bytes
@@ -215,7 +215,7 @@ def test_the_adapter_alone_is_saved_and_read_over_the_same_weights(tmp_path: Pat
         for name, tensor in adapter.adapter_tensors(policy.module).items():
             if "lora_B" in name:
                 tensor.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
-    save_adapter(policy, tmp_path / "a", str(tmp_path / "base"))
+    write_adapter(policy, tmp_path / "a", str(tmp_path / "base"))
     again = load_policy(tiny(path=str(tmp_path / "a"), quantize=kind), None, 0)
     assert HFLearner(again).fingerprint() == HFLearner(policy).fingerprint()
 

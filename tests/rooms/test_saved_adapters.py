@@ -20,7 +20,7 @@ from posttrain.core.errors import ConfigError, DataError
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.locate import check_source
 from posttrain.engine.models import load_policy
-from posttrain.engine.saved_adapter import CONFIG, WEIGHTS, save_adapter, saved_adapter
+from posttrain.engine.saved_adapter import CONFIG, WEIGHTS, saved_adapter, write_adapter
 from posttrain.role.probe import packed_text
 from tests.rooms.engine_parts import ALPHABET, tiny
 
@@ -71,16 +71,21 @@ def test_one_of_somebody_else_computes_what_peft_computes(base: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", [{}, {"rslora": True}, {"dora": True}, {"targets": ("down_proj",)}])
-def test_what_is_written_is_read_again_bit_for_bit(base: Path, tmp_path: Path, kind: dict[str, Any]) -> None:
+def test_what_is_written_is_read_again_to_the_bit_and_by_peft(base: Path, tmp_path: Path, kind: dict[str, Any]) -> None:
     policy = load_policy(tiny(path=str(base), lora=Lora(rank=2, **kind)), None, 0)
     learner = HFLearner(policy)
     with torch.no_grad():
         for name, tensor in learner.parameters().items():
             if "lora_B" in name:
                 tensor.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
-    save_adapter(policy, tmp_path / "a", str(base))
+    write_adapter(policy, tmp_path / "a", str(base))
     again = load_policy(tiny(path=str(tmp_path / "a")), None, 0)
     assert HFLearner(again).fingerprint() == learner.fingerprint()
+    theirs: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "a")).eval()
+    text, ids = packed_text(np.arange(12, dtype=np.int32)), torch.arange(12)
+    with torch.no_grad():
+        wanted = theirs(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    np.testing.assert_allclose(learner.score(text), wanted.numpy(), atol=2e-5)
 
 
 def test_it_is_known_by_its_config_and_a_model_is_not_one(base: Path, tmp_path: Path) -> None:
