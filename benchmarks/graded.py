@@ -1,7 +1,7 @@
 """Runs whose rewards are grades: does every number and claim of the terminal hold against the record?
 
     nice python -m benchmarks.graded --count 200             # healthy runs: graded, negative, huge, mixed
-    python -m benchmarks.graded --seed 7 --only 12           # one of them, with its output
+    python -m benchmarks.graded --seed 7 --only 12 --keep f  # one of them, with its output; its run folder is kept in f
 
 Each run trains a tiny model on words of digits, paid by rewards whose kind, scale and number are drawn. What is printed
 is held against the recorded episodes, counted a second way: the band before RL, the rewards of the steps, the held-out
@@ -96,12 +96,16 @@ def means(folder: Path, index: int) -> dict[str, list[float]]:
 
 
 def near(said: str, true: float, digits: float = 6e-4) -> bool:
-    return abs(float(said) - true) <= max(digits, 6e-4 * abs(true))
+    """Whether a number is the true one, to the last digit that was printed."""
+    decimals = len(said.partition(".")[2])
+    printed = 0.51 * 10.0**-decimals if decimals or abs(true) >= 1e4 else 6e-4 * abs(true)
+    return abs(float(said) - true) <= max(digits, printed)
 
 
-def false_claims(folder: Path, output: str, steps: int) -> list[str]:
+def false_claims(folder: Path, output: str) -> list[str]:
     """What was printed and is not so."""
-    flat, out = " ".join(output.split()), list[str]()
+    steps = max(s.index for s in reader.steps(folder) if s.stage == "rl")
+    flat, out = re.sub(r"(?<=\d),(?=\d{3})", "", " ".join(output.split())), list[str]()
     told = flat.split("next: ")[0].split("run folder: ")
     spoken = told[0].split("right: a reward")[0] + " ".join(told[1:])
     before, after = means(folder, 0), means(folder, steps)
@@ -130,11 +134,12 @@ def false_claims(folder: Path, output: str, steps: int) -> list[str]:
     wanted = "learned" if lower > 0 else "got worse" if upper < 0 else None
     if not lower <= float(gain) <= upper or (wanted and wanted not in word) or (not wanted and word == "rl learned"):
         out.append(f"{word!r} of [{low}, {high}]")
-    lines = {s.index: s.gauges["rollout/reward"].mean for s in reader.steps(folder)}
+    lines = {s.index: s.gauges["rollout/reward"].mean for s in reader.steps(folder) if s.stage == "rl"}
     for index, said in re.findall(rf"rl (\d+)/\d+ reward {NUMBER}", flat):
         out += [] if near(said, lines[int(index)]) else [f"reward {said} of step {index}: {lines[int(index)]}"]
+    rows = json.loads((folder / "run.json").read_text())["prompts"]
     for wanted_heldout in re.findall(r"env\.heldout=(\d+)\)", flat.split("Did it learn?")[1]):
-        out += [] if int(wanted_heldout) <= 60 else [f"env.heldout={wanted_heldout} of 300 rows"]
+        out += [] if int(wanted_heldout) <= rows // 5 else [f"env.heldout={wanted_heldout} of {rows} rows"]
     return out
 
 
@@ -142,28 +147,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int)
+    parser.add_argument("--only", type=int, nargs="*")
+    parser.add_argument("--keep", type=Path)
     args = parser.parse_args()
     known = [json.loads(x) for x in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     done = {(r["seed"], r["index"]) for r in known}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+        folder = args.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "rewards.py").write_text(REWARDS)
         rows = [json.dumps({"prompt": f"say {i:03d} in words or not: "}) + "\n" for i in range(300)]
         (folder / "p.jsonl").write_text("".join(rows))
-        for index in range(args.count) if args.only is None else (args.only,):
+        for index in range(args.count) if args.only is None else args.only:
             if (args.seed, index) in done and args.only is None:
                 continue
             words, begun = draw(args.seed, index, folder), time.perf_counter()
             out = folder / f"run-{index}"
             output = play(words, out)
-            steps = int(next(w for w in words if w.startswith("rl.steps=")).partition("=")[2])
-            false = false_claims(out, output, steps)
+            false = false_claims(out, output)
             rules = sorted(
                 {note.split(":")[0] for s in reader.steps(out) for note in s.notes if note.startswith("rule ")}
             )
             row = {"seed": args.seed, "index": index, "false": false, "rules": rules}
             print(json.dumps({**row, "seconds": round(time.perf_counter() - begun, 1)}), flush=True)
+            if args.keep is not None:
+                (folder / f"run-{index}.txt").write_text(output)
             if args.only is not None:
                 print(output)
             else:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from posttrain.api.console import Group, PlainConsole, table
 from posttrain.api.summary import WIDTH, short
-from posttrain.core.interval import Score
+from posttrain.core.interval import Score, interval, number_text
 from posttrain.diagnose.compared import SAME_LOSS, ComparedRun, GroupGain, RunComparison, RunGroup, compare_runs
 
 LONGEST = 24
@@ -75,15 +75,16 @@ def sentences(c: RunComparison) -> list[str]:
     if len(c.groups) == 1:
         runs = c.groups[0].runs
         means = [_score(c, r).mean for r in runs]
+        least, most = number_text(min(means)), number_text(max(means))
         if len({r.seed for r in runs}) == 1:
             return [
                 f"These runs have the same settings and the same seed, {runs[0].seed}: their held-out {_word(c)} is"
-                f" between {min(means):.3f} and {max(means):.3f}. Give runs with other settings, or other seeds, to"
+                f" between {least} and {most}. Give runs with other settings, or other seeds, to"
                 " compare."
             ]
         return [
-            f"These runs differ in nothing but their seed: their held-out {_word(c)} is between {min(means):.3f} and"
-            f" {max(means):.3f}, {sum(means) / len(means):.3f} on average. Give runs with other settings to compare"
+            f"These runs differ in nothing but their seed: their held-out {_word(c)} is between {least} and"
+            f" {most}, {number_text(sum(means) / len(means))} on average. Give runs with other settings to compare"
             " settings."
         ]
     return [_sentence(c, g) for g in c.gains]
@@ -106,12 +107,12 @@ def _sentence(c: RunComparison, g: GroupGain) -> str:
     if c.what == "loss":
         how, each = "change", "rows"
         over = replace(over, before=-over.before, after=-over.after, low=-over.high, high=-over.low)
-    figures = f"held-out {_word(c)} {over.before:.3f} -> {over.after:.3f}, {how} {over}, paired over"
+    figures = f"held-out {_word(c)} {over.means}, {how} {over}, paired over"
     figures += f" {over.prompts} {each}"
     if (of := g.over_seeds) is not None:
         how = "paired by seed" if g.by_seed else "by Welch"
         of = Score(-of.mean, -of.high, -of.low, of.prompts) if c.what == "loss" else of
-        figures += f"; over seeds ({seeds}, {how}) {of.mean:+.3f} [{of.low:+.3f}, {of.high:+.3f}]"
+        figures += f"; over seeds ({seeds}, {how}) {interval(of.mean, of.low, of.high, '+')}"
     elif min(g.seeds) > 1:
         figures += f". Its {seeds} agree to the last prompt, so they do not tell how much another seed would differ"
     else:

@@ -30,13 +30,14 @@ def table(
     Args:
         title: '' for none.
         words: the heads of columns of text, which stand at the left and are folded. The others are numbers, which stand
-            at the right and stay whole.
+            at the right and stay whole: a number with its interval is folded at its blanks.
         one_line: cut text that is too long instead, where a table is drawn in place of the one before.
     """
-    out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for head in heads:
+    out, rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)), list(rows)
+    for i, head in enumerate(heads):
         left = head in words
-        out.add_column(head, justify="left" if left else "right", overflow="fold", no_wrap=one_line or not left)
+        folds = left or any("[" in str(row[i]) for row in rows if i < len(row))
+        out.add_column(head, justify="left" if left else "right", overflow="fold", no_wrap=one_line or not folds)
     for row in rows:
         out.add_row(*row)
     return Group("", title, out) if title else Group(out)

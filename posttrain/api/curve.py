@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from posttrain.core.interval import number_text
 from posttrain.diagnose.outcome import Curve, StageOutcome
 
 WIDTH, HEIGHT = 60, 9
@@ -54,10 +55,9 @@ def picture(lines: Sequence[CurveLine], width: int = WIDTH, height: int = HEIGHT
             row = round((high - y) / (high - low) * (height - 1))
             field[row][column] = line.mark
     ticks = {0: high, (height - 1) // 2: (high + low) / 2, height - 1: low}
-    label = max(len(_number(t)) for t in ticks.values())
-    rows = [
-        f"{_number(ticks[i]) if i in ticks else '':>{label}} |{''.join(row)}".rstrip() for i, row in enumerate(field)
-    ]
+    texts = {i: _number(tick, high - low) for i, tick in ticks.items()}
+    label = max(map(len, texts.values()))
+    rows = [f"{texts.get(i, ''):>{label}} |{''.join(row)}".rstrip() for i, row in enumerate(field)]
     middle = str(round(last / 2))
     axis = "0" + middle.rjust(width // 2 + len(middle) // 2 - 1)
     axis += str(last).rjust(width - len(axis))
@@ -94,5 +94,7 @@ def _ends(low: float, high: float) -> tuple[float, float]:
     return low, high
 
 
-def _number(x: float) -> str:
-    return f"{x:.2f}" if abs(x) < 100 else f"{x:.3g}"
+def _number(x: float, span: float) -> str:
+    """A label of the axis, exact enough to differ from the others."""
+    usual = f"{x:.2f}" if abs(x) < 100 else f"{x:.3g}"
+    return number_text(x, "z.2f", span / 4) if span < 0.02 * max(1.0, abs(x)) else usual

@@ -156,7 +156,8 @@ async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
             raise InvariantError(
                 f"verifier {env.name!r} scores the right answer {right} to task {task.id!r}"
                 f" ({prompt_words(task.prompt)}) {own.score} ({own.why or own.kind}), not 1: the policy could never be"
-                " right. Mend verify() or gold()"
+                " right. Mend verify() or gold(); where verify() gives grades of another scale, set"
+                " vouches_for_gold = False in the class"
             )
 
 

@@ -13,7 +13,7 @@ from posttrain.core import reader
 from posttrain.core.checkpoint import newest
 from posttrain.core.content import shown
 from posttrain.core.errors import ConfigError, RunFolderError, nearest
-from posttrain.core.interval import interval
+from posttrain.core.interval import interval, number_text
 from posttrain.core.reader import EpisodeFile, damage_is_named
 from posttrain.core.record import Recorded
 from posttrain.core.run import Run
@@ -239,7 +239,9 @@ def _stage_line(s: StageResult) -> str:
     both = [("accuracy", s.accuracy, s.before)]
     for what, measured, before in [("reward", s.reward, s.reward_before), *both] if s.graded else both:
         if measured is not None:
-            out.append(f"held-out {what} {interval(*measured)}" + ("" if before is None else f", before {before:.3f}"))
+            out.append(
+                f"held-out {what} {interval(*measured)}" + ("" if before is None else f", before {number_text(before)}")
+            )
     if s.loss is not None:
         was = "" if s.loss_before is None else f", before {s.loss_before:.3f}"
         out.append(f"held-out loss {interval(*s.loss)}{was}")

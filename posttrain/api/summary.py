@@ -20,7 +20,7 @@ from posttrain.core import files, reader
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.gauge import Gauge, merge
 from posttrain.core.heldout import perplexity
-from posttrain.core.interval import Gain, Score
+from posttrain.core.interval import Gain, Score, number_text
 from posttrain.core.run import Run
 from posttrain.core.visible import visible
 from posttrain.diagnose.learned import Learning, learned
@@ -71,9 +71,11 @@ def short(mean: float, low: float, high: float, sign: str = "") -> str:
     if math.isnan(mean):
         return "-"
     if not (math.isfinite(low) and math.isfinite(high)):
-        return f"{mean:{sign}.3f} [one prompt]"
-    ends = (f"{x:{sign}.2f}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:{sign}.2f}" for x in (low, high))
-    return f"{mean:{sign}.3f} [{', '.join(ends)}]"
+        return f"{number_text(mean, f'{sign}.3f')} [one prompt]"
+    half = (high - low) / 2
+    ends = (number_text(x, f"{sign}.2f", half) for x in (low, high))
+    ends = (x.replace("0.", ".", 1) if x.lstrip("+-").startswith("0.") else x for x in ends)
+    return f"{number_text(mean, f'{sign}.3f', half)} [{', '.join(ends)}]"
 
 
 def measures(of: RunOutcome) -> tuple[str, ...]:
@@ -138,7 +140,7 @@ def loss_lines(of: RunOutcome) -> list[str]:
 def proxy_lines(of: RunOutcome) -> list[str]:
     """A line for each stage whose reward pays for something else than what is measured."""
     return [
-        f"{s.name}: its reward pays {s.proxy.before:.3f} -> {s.proxy.after:.3f} for held-out answers, gain {s.proxy};"
+        f"{s.name}: its reward pays {s.proxy.means} for held-out answers, gain {s.proxy};"
         " the tables have what is measured"
         for s in of.stages
         if s.proxy is not None

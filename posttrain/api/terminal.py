@@ -16,6 +16,7 @@ from posttrain.api.notebook import NotebookLine, in_kernel
 from posttrain.api.role_table import RoleWatch, drawn
 from posttrain.core.gauge import Step
 from posttrain.core.heldout import loss_words
+from posttrain.core.interval import number_text
 from posttrain.core.run import Run
 from posttrain.core.shell import wrapped
 from posttrain.diagnose.outcome import LOSSES
@@ -80,7 +81,7 @@ class Terminal:
             accuracy = step.gauges["eval/accuracy"]
             said = [f"accuracy {accuracy.mean:.3f}"] if accuracy.count else []
             if not said or abs(accuracy.mean - rewards.mean) > 1e-9:
-                said = [f"mean reward {rewards.mean:.4g}", *said]
+                said = [f"mean reward {number_text(rewards.mean, '.4g')}", *said]
             self._measured, self._measured_at = f"held-out {', '.join(said)}", step.index
         if "heldout/loss" in step.gauges:
             known_too = f"{self._measured}, " if self._measured and self._measured_at == step.index else ""
@@ -158,7 +159,7 @@ class Terminal:
         g = step.gauges
         out: list[str] = []
         if "rollout/reward" in g and g["rollout/reward"].count:
-            out.append(f"reward {g['rollout/reward'].mean:.3f}")
+            out.append(f"reward {number_text(g['rollout/reward'].mean)}")
         out += [f"loss {g[n].mean:.3f}" for n in LOSSES if n in g]
         if "preference/accuracy" in g:
             out.append(f"ordered as judged {g['preference/accuracy'].mean:.1%}")

@@ -12,6 +12,7 @@ from posttrain.cli.paint import number, paint
 from posttrain.cli.shown_episodes import PROMPT_LINES, SAID_LINES, ShowOptions, choose_stage, is_wrong
 from posttrain.core.content import conversation
 from posttrain.core.errors import ConfigError
+from posttrain.core.interval import number_text
 from posttrain.core.reader import EpisodeFile, read_episodes
 from posttrain.core.record import Recorded
 from posttrain.core.run import Run
@@ -138,8 +139,9 @@ def _tally(pairs: Sequence[PromptPair]) -> str:
     one, two = (float(np.mean([p.means[i] for p in judged])) for i in (0, 1))  # type: ignore[arg-type]
     changes = [p.change or 0.0 for p in judged]
     better, worse = sum(c > 1e-9 for c in changes), sum(c < -1e-9 for c in changes)
+    change = number_text(two - one, "+.3f")
     return (
-        f"{both}; mean reward {one:.3f} -> {two:.3f} ({two - one:+.3f}): {better} better,"
+        f"{both}; mean reward {number_text(one)} -> {number_text(two)} ({change}): {better} better,"
         f" {worse} worse, {len(judged) - better - worse} the same"
     )
 
@@ -156,7 +158,10 @@ def _pair_lines(pair: PromptPair, steps: tuple[int, int], full: bool, width: int
         )
         colour = "" if i == 0 or not change else "green" if change > 0 else "red"
         yield paint(
-            f"    step {step}: {samples}" + (f" ({change:+.3f})" if i and pair.change is not None else ""), colour, on
+            f"    step {step}: {samples}"
+            + (f" ({number_text(change, '+.3f')})" if i and pair.change is not None else ""),
+            colour,
+            on,
         )
         for r in answers if full else answers[:1]:
             lead = f"{number(r.episode.reward)}  " if len(answers) > 1 else ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from posttrain.core.interval import number_text
+
 _CODES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
 
@@ -18,5 +20,5 @@ def paint(text: str, colour: str, on: bool) -> str:
 
 
 def number(x: float | None) -> str:
-    """With three decimals; - where there is none."""
-    return "-" if x is None else f"{x:.3f}"
+    """With three decimals, where it is of an ordinary size; - where there is none."""
+    return "-" if x is None else number_text(x)

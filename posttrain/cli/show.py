@@ -16,6 +16,7 @@ from posttrain.cli.shown_episodes import PROMPT_LINES, SAID_LINES, ShowOptions, 
 from posttrain.cli.token_view import decoder, episode_lines
 from posttrain.core.content import conversation
 from posttrain.core.errors import ConfigError
+from posttrain.core.interval import number_text
 from posttrain.core.reader import EpisodeFile, episode_files, read_episodes, run_file
 from posttrain.core.record import Recorded
 from posttrain.core.shell import command_line
@@ -64,7 +65,7 @@ def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -
 def _tally(records: Sequence[Recorded]) -> str:
     rewards = [r.episode.reward for r in records if r.episode.reward is not None]
     prompts = len({(r.episode.task.id, r.episode.visit) for r in records})
-    mean = f"mean reward {np.mean(rewards):.3f}" if rewards else "none judged"
+    mean = f"mean reward {number_text(float(np.mean(rewards)))}" if rewards else "none judged"
     lost = len(records) - len(rewards)
     of = f"{len(records)} episodes of {prompts} prompt{'s' * (prompts != 1)}"
     return f"{of}, {mean}" + (f", {lost} not judged (--failed)" if lost else "")

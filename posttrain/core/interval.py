@@ -13,7 +13,27 @@ from posttrain.core.gauge import Gauge
 Z95 = 1.959963984540054
 
 
-def interval(mean: float, low: float, high: float) -> str:
+def number_text(x: float, usual: str = ".3f", size: float | None = None) -> str:
+    """A number as text: as `usual` where it is of an ordinary size; large and tiny ones with the decimals that say
+    something.
+
+    Args:
+        size: the smallest difference that matters, such as half an interval; the number itself, where it stands alone.
+
+    >>> number_text(0.5), number_text(510833.333), number_text(-2508.162, "+.3f", 4912.0), number_text(-3e-5, "+.3f")
+    ('0.500', '510,833.33', '-2,508', '-3e-05')
+    """
+    least = abs(x) if size is None else abs(size)
+    large = abs(x) >= 1e4 or (size is not None and least >= 100)
+    if not math.isfinite(x) or not math.isfinite(least) or not (large or 0 < least < 1e-3):
+        return f"{x:{usual}}"
+    sign = "+" if usual.startswith("+") else ""
+    if size is None or least == 0:
+        return f"{x:{sign},.{max(0, 7 - math.floor(math.log10(abs(x))))}f}" if abs(x) >= 1e4 else f"{x:{sign}.3g}"
+    return f"{x:{sign},.{min(12, max(0, 2 - math.floor(math.log10(least))))}f}"
+
+
+def interval(mean: float, low: float, high: float, sign: str = "") -> str:
     """A mean with its interval as text: `-` if nothing was judged, and no interval if there is one prompt only.
 
     >>> interval(0.5, 0.25, 0.75), interval(0.5, -math.inf, math.inf), interval(math.nan, math.nan, math.nan)
@@ -21,11 +41,10 @@ def interval(mean: float, low: float, high: float) -> str:
     """
     if math.isnan(mean):
         return "-"
-    return (
-        f"{mean:.3f} [{low:.3f}, {high:.3f}]"
-        if math.isfinite(low) and math.isfinite(high)
-        else f"{mean:.3f} [one prompt]"
-    )
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return f"{number_text(mean, f'{sign}.3f')} [one prompt]"
+    middle, *ends = (number_text(x, f"{sign}.3f", (high - low) / 2) for x in (mean, low, high))
+    return f"{middle} [{', '.join(ends)}]"
 
 
 def student95(freedom: float) -> float:
@@ -181,6 +200,10 @@ class Gain:
     def __str__(self) -> str:
         if not self.prompts:
             return "-"
-        return f"{self.mean:+.3f} " + (
-            f"[{self.low:+.3f}, {self.high:+.3f}]" if math.isfinite(self.low) else "[one prompt]"
-        )
+        return interval(self.mean, self.low, self.high, "+")
+
+    @property
+    def means(self) -> str:
+        """The mean before and after, as text."""
+        half = (self.high - self.low) / 2 if math.isfinite(self.high - self.low) else None
+        return " -> ".join(number_text(x, size=half) for x in (self.before, self.after))

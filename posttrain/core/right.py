@@ -2,8 +2,8 @@
 
 Outcomes are pass or fail if each is 0 or 1. Then what leads is the accuracy, the share of right answers. Else they are
 grades, and the mean reward leads. A right answer has an outcome of at least `Env.right`. Where that is not set it is
-1, and the share of right answers is told of grades only if 1 is their full marks: some outcome reaches it, and none is
-above it. The score of a model (a reward model, a judge) is a grade, and without a named `Env.right` no score is right.
+1, and the share of right answers is told of grades only if 1 is their full marks: some outcome reaches it, none is
+above it, and the weights of what is paid sum to it. The score of a model (a reward model, a judge) is a grade, and without a named `Env.right` no score is right.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Right:
     """None: no outcome is right, since a model's score is a grade."""
     named: bool = False
     """Whether it is the user's (`Env.right`)."""
+    full: bool = True
+    """Whether the weights of the sources sum to 1, so that it may be full marks."""
 
     def of(self, outcome: float | None) -> bool:
         """Whether an outcome is right."""
@@ -49,8 +51,11 @@ def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = F
     """What is right by the sources of what is paid, or of what is measured."""
     if named is not None:
         return Right(named, True)
-    own = (j for j in verdicts if (j.measured if measured else j.counts))
-    return Right(None if any(j.by_model for j in own) else FULL)
+    own = [j for j in verdicts if (j.measured if measured else j.counts)]
+    if any(j.by_model for j in own):
+        return Right(None)
+    weights = {j.source: max(j.weight, 0.0) for j in own}
+    return Right(full=abs(math.fsum(weights.values()) - FULL) <= SLACK)
 
 
 class Vouching(Protocol):
@@ -121,8 +126,9 @@ class Grades:
     @property
     def tells(self) -> bool:
         """Whether the share of right answers says something."""
-        full = self.right.named or not self.graded
-        return self.right.at is not None and (full or abs(self.high - self.right.at) <= SLACK)
+        r = self.right
+        sure = r.named or not self.graded
+        return r.at is not None and (sure or (r.full and abs(self.high - r.at) <= SLACK))
 
     @property
     def scale(self) -> tuple[float, float]:

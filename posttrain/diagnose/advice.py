@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from posttrain.core.interval import number_text
 from posttrain.core.run import Reinforce
 from posttrain.core.shell import command_line
 from posttrain.diagnose.advice_case import (
     Case,
+    began_and_ended,
     best,
     by_heart,
     cut_short,
@@ -174,7 +176,9 @@ ADVICE: tuple[Advice, ...] = (
         "best at a step",
         CAUSE,
         lambda c: c.word == "got worse" and c.by == "reward" and was_better(c),
-        lambda c: f"it was best at step {best(c)[0]} ({best(c)[1]:.3f}): take --checkpoint best, or stop there",
+        lambda c: (
+            f"it was best at step {best(c)[0]} ({number_text(best(c)[1])}): take --checkpoint best, or stop there"
+        ),
     ),
     Advice(
         "learned by heart",
@@ -246,7 +250,9 @@ ADVICE: tuple[Advice, ...] = (
             and c.moved
             and abs(rose(c.s.rewards)) <= 0.05 * c.width
         ),
-        lambda c: f"training reward is flat: a higher learning rate or more steps ({faster(c)})",
+        lambda c: (
+            f"training reward hardly changed ({began_and_ended(c)}): a higher learning rate or more steps ({faster(c)})"
+        ),
     ),
     Advice(
         "longer or faster",

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from posttrain.core.env import Env
-from posttrain.core.interval import Gain
+from posttrain.core.interval import Gain, number_text
 from posttrain.core.pieces.pull import KL
 from posttrain.core.rejection import Rejection
 from posttrain.core.run import Reinforce, Run
@@ -122,7 +122,9 @@ def cut_short(c: Case) -> bool:
 
 def more_heldout(c: Case) -> str:
     wanted = c.wanted()
-    size = f"a gain of {max(abs(c.gain.mean), WORTH * c.width):.2g}" if c.gain is not None else "more"
+    least = WORTH * c.width
+    size = "more" if c.gain is None else f"a gain of {number_text(max(abs(c.gain.mean), least), '.2g')}"
+    size += f", a {1 / WORTH:.0f}th of its range" if c.gain is not None and abs(c.gain.mean) < least else ""
     told = f"hold more prompts out: about {wanted:,} would tell {size}"
     if c.most_heldout is not None and c.most_heldout < wanted:
         return f"{told}, and its data lets {c.most_heldout:,} be held out ({c.env}.heldout={c.most_heldout})"
@@ -154,9 +156,21 @@ def longer(stage: Stage) -> str:
 
 def rose(curve: Curve) -> float:
     """By how much a curve rose, from the mean of its first fifth to that of its last fifth."""
+    began, ended = fifths(curve)
+    return ended - began
+
+
+def fifths(curve: Curve) -> tuple[float, float]:
+    """The means of the first and of the last fifth of a curve."""
     values = np.array([x for _, x in curve])
     part = max(1, len(values) // 5)
-    return float(values[-part:].mean() - values[:part].mean()) if len(values) else 0.0
+    return (float(values[:part].mean()), float(values[-part:].mean())) if len(values) else (0.0, 0.0)
+
+
+def began_and_ended(c: Case) -> str:
+    """The training reward at first and at last."""
+    began, ended = fifths(c.s.rewards)
+    return f"{number_text(began)} to {number_text(ended)}"
 
 
 def rising(c: Case) -> bool:

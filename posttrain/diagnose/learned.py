@@ -85,7 +85,7 @@ def stage_learned(
     if word == "learned" and _wants_right(run, s) and _word(s.accuracy, 1.0) in ("did not learn", "got worse"):
         return _answer(paid, f"{s.name} is paid more, but not more often right: {figures}{beside}")
     if s.proxy is not None and s.proxy.low > 0 and max(gain.low, s.reward.low) <= 0:
-        more = f"its reward pays {s.proxy.before:.3f} -> {s.proxy.after:.3f} for held-out answers, gain {s.proxy}"
+        more = f"its reward pays {s.proxy.means} for held-out answers, gain {s.proxy}"
         return _answer(replace(paid, exploited=True), f"{s.name} is paid more, and is no better: {more}; {figures}")
     said = {"learned": "learned", "got worse": "got worse", "did not learn": "did not learn"}.get(word)
     if said is None:
@@ -153,4 +153,4 @@ def _figures(s: StageOutcome, gain: Gain) -> str:
     assert s.start is not None and s.end is not None
     at = "before" if s.start.stage == s.name else f"after {s.start.stage}"
     at += f" -> step {s.end.step}" + (f" of {s.steps}" if s.steps != s.end.step else "")
-    return f"{gain.before:.3f} -> {gain.after:.3f} ({at}), gain {gain}, paired over {gain.prompts} prompts"
+    return f"{gain.means} ({at}), gain {gain}, paired over {gain.prompts} prompts"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce
-from posttrain.diagnose.rule import average, first, graded, known, last, mean, rounded, rule, trend
+from posttrain.diagnose.rule import average, first, graded, known, last, mean, reward_text, rounded, rule, trend
 
 FAR = 0.75
 """Nats a token by which a step may change the policy. Healthy steps lie below 0.3, at ten times the usual learning
@@ -94,8 +94,8 @@ def _collapsed(history: Sequence[Step], stage: Reinforce, was: float, now: float
             f" Then lower the learning rate: {better_lr(stage, 20 * GOOD)}"
         )
     return (
-        f"the policy has collapsed: the reward fell from {was:.3g} to {now:.3g} {when}.{beyond} {why}, with"
-        f" {stage.name}.optimizer.warmup=20. Start again from weights before it"
+        f"the policy has collapsed: the reward fell from {reward_text(was)} to {reward_text(now)} {when}.{beyond}"
+        f" {why}, with {stage.name}.optimizer.warmup=20. Start again from weights before it"
     )
 
 
@@ -165,7 +165,7 @@ def entropy_collapses(history: Sequence[Step], stage: Reinforce) -> str:
     grades = graded(history)
     if broken(history) or (grades and rewards[1] > rewards[0] + 0.1 * _half(history, 0.0)):
         return ""
-    worth = f"the reward went from {rewards[0]:.3g} to {rewards[1]:.3g}"
+    worth = f"the reward went from {reward_text(rewards[0])} to {reward_text(rewards[1])}"
     worth = worth if grades else f"{1 - solved:.0%} of the answers are wrong"
     return (
         f"the entropy has collapsed: {average(began):.2g} nats a token at first, {now[-1]:.1g} now, and"
@@ -189,11 +189,13 @@ def length_drifts(history: Sequence[Step], stage: Reinforce) -> str:
     shorter = max(now) <= 0.4 * was and was >= 4
     if not longer and not shorter:
         return ""
+    own = stage.algorithm.aggregate in ("sequence_mean", "prompt_mean")
+    weighs = ", for tokens that weigh less in a long answer (algorithm=dr_grpo weighs all alike)" if own else ""
     limit = f"{stage.name}.sampling.max_tokens={stage.sampling.max_tokens}"
     how = f"{cut_now:.0%} are cut off at {limit}, {cut_then:.0%} at first"
     return (
         f"answers have become {'longer' if longer else 'shorter'}: {was:.3g} tokens at first, {is_:.3g} now"
-        f"{f' ({how})' if longer else ''}, and the reward does not rise with it ({reward.before:.3g} to"
-        f" {reward.after:.3g}). Length is paid, not the answer: look for a reward that reads length, and at an"
-        f" algorithm that weighs tokens by the answer's length (algorithm=dr_grpo does not)"
+        f"{f' ({how})' if longer else ''}, and the reward does not rise with it ({reward.words})."
+        f" Look for a reward that reads length{weighs}, and for a reward that does not depend on what is said, under"
+        " which a policy drifts"
     )

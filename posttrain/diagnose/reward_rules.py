@@ -8,7 +8,22 @@ from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce
 from posttrain.core.stage import Stage
 from posttrain.diagnose.policy_rules import NEAR, better_lr, broken, collapse
-from posttrain.diagnose.rule import average, ends, first, graded, known, last, mean, played_rule, rule, running, trend
+from posttrain.diagnose.rule import (
+    Trend,
+    average,
+    ends,
+    first,
+    graded,
+    known,
+    last,
+    mean,
+    played_rule,
+    reward_text,
+    rule,
+    running,
+    scale,
+    trend,
+)
 
 SAME = 6
 """Steps in a row, before it is said that tasks are too hard or too easy. Fewer have no spread by chance."""
@@ -31,6 +46,8 @@ def reward_is_constant(history: Sequence[Step], stage: Reinforce) -> str:
         return ""
     if any(mean(s, "rollout/mixed") != 0 for s in (*history[:SAME], *history[-SAME:])):
         return ""
+    if graded(history) and (cut_off_before_the_answer(history, stage) or never_stops(history, stage)):
+        return ""
     causes = (
         "the reward does not read the answer (give it a wrong one: posttrain check RUN), this is the least that it pays"
         " (teach the policy first, or use easier tasks), or the most (use harder ones)"
@@ -38,7 +55,9 @@ def reward_is_constant(history: Sequence[Step], stage: Reinforce) -> str:
         else "the reward accepts anything (give it a wrong answer: posttrain check RUN), it does not read the answer,"
         " or every task is solved already (use harder ones)"
     )
-    return f"every answer so far got the same reward ({now[-1]:.3g}), so nothing is learned. In order: {causes}"
+    return (
+        f"every answer so far got the same reward ({reward_text(now[-1])}), so nothing is learned. In order: {causes}"
+    )
 
 
 @rule
@@ -50,10 +69,11 @@ def siblings_agree(history: Sequence[Step], stage: Reinforce) -> str:
     if reward_is_constant(history, stage) or cut_off_before_the_answer(history, stage) or too_hard(history, stage):
         return ""
     return (
-        f"siblings earn the same reward in {average(silent):.0%} of the groups of {SAME} steps ({rewards[-1]:.3g} on"
-        " average), so there is nothing to learn from. If this is the most that the reward pays, use harder prompts or"
-        " finer grades; if it is the least, teach the policy first or use easier ones. If the answers of a group are"
-        f" alike too, raise {stage.name}.sampling.temperature (now {stage.sampling.temperature:g})"
+        f"siblings earn the same reward in {average(silent):.0%} of the groups of {SAME} steps"
+        f" ({reward_text(rewards[-1])} on average), so there is nothing to learn from. If this is the most that the"
+        " reward pays, use harder prompts or finer grades; if it is the least, teach the policy first or use easier"
+        " ones. If the answers of a group are alike too, raise"
+        f" {stage.name}.sampling.temperature (now {stage.sampling.temperature:g})"
     )
 
 
@@ -149,14 +169,14 @@ def reward_without_quality(history: Sequence[Step], stage: Reinforce) -> str:
     fallen = [
         (n, t)
         for n in names
-        if (t := trend(history, n, 12)) and t.sure < -5 and t.before - t.after > 0.33 * abs(t.before)
+        if (t := trend(history, n, 12)) and t.sure < -5 and t.before - t.after > 0.33 * scale(history, n, t.before)
     ]
     if not fallen:
         return ""
     name, t = fallen[0]
     return (
-        f"the reward rises ({reward.before:.3g} to {reward.after:.3g}) while {name.removeprefix('reward/')} falls"
-        f" ({t.before:.3g} to {t.after:.3g}): the policy raises the reward and gets worse. Read its best paid answers"
+        f"the reward rises ({reward.words}) while {name.removeprefix('reward/')} falls"
+        f" ({t.words}): the policy raises the reward and gets worse. Read its best paid answers"
         f" (posttrain show RUN), then lower the weight of the source that pays them, or stop at an earlier checkpoint"
         " and add a KL term"
     )
@@ -178,11 +198,12 @@ def reward_without_truth(history: Sequence[Step], stage: Stage) -> str:
     at = max(range(len(seen) - 2 * BEST + 1), key=lambda i: average(truth[i : i + BEST]))
     (best, now), fallen = ends(truth, at, BEST)
     (before, after), rise = ends(paid, at, BEST)
-    if best - now < max(5 * fallen, 0.1 * abs(best)) or after - before < 3 * rise:
+    if best - now < max(5 * fallen, 0.1 * scale(seen, "rollout/truth", best)) or after - before < 3 * rise:
         return ""
+    paid_words = f"{reward_text(before, rise)} to {reward_text(after, rise)} since step {seen[at].index}"
     return (
-        f"the reward rises ({before:.3g} to {after:.3g} since step {seen[at].index}) while what is measured and not"
-        f" paid falls ({best:.3g} to {now:.3g}): the reward is exploited. The best weights are those of about step"
+        f"the reward rises ({paid_words}) while what is measured and not paid falls ({reward_text(best, fallen)} to"
+        f" {reward_text(now, fallen)}): the reward is exploited. The best weights are those of about step"
         f" {seen[at + BEST - 1].index}. Read what is paid best (posttrain show RUN). In order: stop there, a larger KL"
         " to the start (pull=kl, or beta of a preference algorithm), more judgements of this policy's own answers, or"
         " several reward models with pessimism (env.rewards=model:A+B)"
@@ -200,13 +221,14 @@ def reward_outruns_truth(history: Sequence[Step], stage: Stage) -> str:
     paid, truth = trend(history, "rollout/reward", 24), trend(history, "rollout/truth", 24)
     if paid is None or truth is None or mean(history[-1], "rollout/truth") is None:
         return ""
-    if paid.sure < 5 or paid.gain < 0.25 * abs(paid.before) or EASY < truth.before <= 1:
+    if paid.sure < 5 or paid.gain < 0.25 * scale(history, "rollout/reward", paid.before) or EASY < truth.before <= 1:
         return ""
-    if truth.gain + 3 * truth.error > STAYS * abs(truth.before) or reward_without_truth(history, stage):
+    most = STAYS * scale(history, "rollout/truth", truth.before)
+    if truth.gain + 3 * truth.error > most or reward_without_truth(history, stage):
         return ""
     return (
-        f"the reward rises ({paid.before:.3g} to {paid.after:.3g} in {paid.steps} steps) while what is measured and not"
-        f" paid {'stays' if truth.sure > -3 else 'falls'} ({truth.before:.3g} to {truth.after:.3g} +-"
+        f"the reward rises ({paid.words} in {paid.steps} steps) while what is measured and not"
+        f" paid {'stays' if truth.sure > -3 else 'falls'} ({truth.words} +-"
         f" {2 * truth.error:.2g}): the policy learns what is paid and not what is meant. Read what is paid best"
         " (posttrain show RUN). In order: say in the rubric or the reward what those answers lack, add a source that"
         " pays it, or a larger KL to the start (pull=kl, or beta of a preference algorithm)"
@@ -232,10 +254,10 @@ def heldout_falls(history: Sequence[Step], stage: Stage) -> str:
     if e_best.mean - e_now.mean < 3 * error or reward is None or reward.sure < 3:
         return ""
     return (
-        f"held-out reward fell from {e_best.mean:.3g} (step {best.index}) to {e_now.mean:.3g} (step {now.index}) while"
-        f" the training reward rose from {reward.before:.3g} to {reward.after:.3g}. In order: the training tasks are"
-        " learned by heart (use more prompts, fewer steps), training prompts show their answers, or the reward is"
-        f" exploited. The best weights are those of step {best.index}"
+        f"held-out reward fell from {reward_text(e_best.mean, error)} (step {best.index}) to"
+        f" {reward_text(e_now.mean, error)} (step {now.index}) while the training reward rose from {reward.words}. In"
+        " order: the training tasks are learned by heart (use more prompts, fewer steps), training prompts show their"
+        f" answers, or the reward is exploited. The best weights are those of step {best.index}"
     )
 
 
@@ -249,7 +271,7 @@ def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
     if (
         broken(history)
         or siblings_agree(history, stage)
-        or seen.error > EXACT * max(abs(seen.before), abs(seen.after))
+        or seen.error > EXACT * _level(history, seen)
         or too_hard(history, stage)
     ):
         return ""
@@ -259,9 +281,17 @@ def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
         return ""
     what = "the reward falls" if seen.sure < -3 else "the reward is flat"
     return (
-        f"{what}: {seen.before:.3g} to {seen.after:.3g} (+- {2 * seen.error:.2g}) in {seen.steps} steps."
+        f"{what}: {seen.words} (+- {reward_text(2 * seen.error)}) in {seen.steps} steps."
         f" Likely causes, in order: {'; '.join(f'{i}. {c}' for i, c in enumerate(causes(history, stage), 1))}"
     )
+
+
+def _level(history: Sequence[Step], seen: Trend) -> float:
+    """What the error of a change of the reward is held against: the reward where it is a share, and for grades two
+    standard deviations, which is about the mean of a share."""
+    highest = max(abs(seen.before), abs(seen.after))
+    spread = 2 * scale(history, "rollout/reward", highest)
+    return min(highest, spread) if all(0 <= x <= 1 for x in known(history, "rollout/reward")) else spread
 
 
 def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from posttrain.core.gauge import Step
+from posttrain.core.interval import number_text
 from posttrain.core.rejection import Rejection
 from posttrain.core.run import Reinforce
 from posttrain.core.stage import Stage
@@ -86,6 +87,29 @@ def average(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
+def scale(history: Sequence[Step], name: str, was: float) -> float:
+    """What a change of this gauge is held against: the share that it was. Of grades, whose zero may mean nothing, the
+    standard deviation of single values, by the gauge that has it or by the scatter of the steps' means."""
+    values = known(history, name)
+    shares = all(0 <= x <= 1 for x in values)
+    if shares and not graded(history):
+        return abs(was)
+    measured = known(history, f"{name}_std")
+    count = average([s.gauges[name].count for s in history if mean(s, name) is not None])
+    spread = average(measured) if measured else (scatter(running_values(history, name)) * count) ** 0.5
+    return min(abs(was), spread) if shares else spread
+
+
+def running_values(history: Sequence[Step], name: str) -> list[float]:
+    """The gauge's means in the steps that follow one another up to now."""
+    return known(running(history), name)
+
+
+def scatter(values: Sequence[float]) -> float:
+    """The variance of single values, from the differences of neighbours, so that a drift does not count as noise."""
+    return average([(y - x) ** 2 for x, y in pairwise(values)]) / 2
+
+
 @dataclass(frozen=True)
 class Trend:
     """How a gauge changed: the means of the first and of the last third of some steps, and the standard error of their
@@ -105,6 +129,11 @@ class Trend:
         """The gain in standard errors."""
         return self.gain / self.error if self.error > 0 else (0.0 if self.gain == 0 else float("inf") * self.gain)
 
+    @property
+    def words(self) -> str:
+        """Its ends as text."""
+        return f"{reward_text(self.before, self.error)} to {reward_text(self.after, self.error)}"
+
 
 def running(history: Sequence[Step]) -> list[Step]:
     """The steps that follow one another up to now."""
@@ -116,24 +145,22 @@ def running(history: Sequence[Step]) -> list[Step]:
 
 
 def ends(values: Sequence[float], at: int, count: int) -> tuple[tuple[float, float], float]:
-    """The means of `count` values from `at` on and of the last `count`, and the standard error of their difference.
-
-    The scatter of single values is read from the differences of neighbours, so that a drift does not count as noise.
-    """
-    scatter = average([(y - x) ** 2 for x, y in pairwise(values)]) / 2
-    return (average(values[at : at + count]), average(values[-count:])), (scatter * 2 / count) ** 0.5
+    """The means of `count` values from `at` on and of the last `count`, and the standard error of their difference."""
+    return (average(values[at : at + count]), average(values[-count:])), (scatter(values) * 2 / count) ** 0.5
 
 
 def trend(history: Sequence[Step], name: str, least: int) -> Trend | None:
-    """The trend over the steps that follow one another up to now; None where fewer than `least` have the gauge.
-
-    The scatter of single steps is read from the differences of neighbours, so that a drift does not count as noise.
-    """
-    values = known(running(history), name)
+    """The trend over the steps that follow one another up to now; None where fewer than `least` have the gauge."""
+    values = running_values(history, name)
     if len(values) < max(least, 6):
         return None
     (before, after), error = ends(values, 0, len(values) // 3)
     return Trend(before, after, error, len(values))
+
+
+def reward_text(x: float, error: float | None = None) -> str:
+    """A reward in the text of a rule, exact to about its error."""
+    return number_text(x, ".3g", error)
 
 
 def rounded(lr: float) -> str:

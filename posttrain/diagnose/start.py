@@ -65,6 +65,6 @@ def leaked(prompts: Sequence[str], heldout: Sequence[Task]) -> list[str]:
         return []
     return [
         f"leaked held-out prompts: {len(twins)} of {len(heldout)} held-out prompts are also trained on, in other case"
-        f" or white space (first: {written(twins[0])[:60]!r}). Held-out accuracy measures memory there: take these"
+        f" or white space (first: {written(twins[0])[:60]!r}). Held-out figures measure memory there: take these"
         " rows out of the data, or write equal prompts alike, so that they fall on one side of the split"
     ]

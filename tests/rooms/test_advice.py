@@ -202,8 +202,8 @@ def test_a_reward_model_is_used_with_its_own_model_and_prompts(tmp_path: Path) -
 # --- what counts as right --------------------------------------------------------------------------------------------
 
 
-def judged(score: float, by_model: bool = False, **more: Any) -> Judged:
-    return Judged("x", 1.0, Verdict.value(score), by_model=by_model, **more)
+def judged(score: float, by_model: bool = False, source: str = "x", weight: float = 1.0, **more: Any) -> Judged:
+    return Judged(source, weight, Verdict.value(score), by_model=by_model, **more)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,14 @@ def test_the_score_of_a_model_is_never_right_unless_named() -> None:
     assert right_of(steps, None) == Right(), "a score of a step is no part of the outcome"
     both = [judged(1.0, measured=True), judged(3.0, True)]
     assert right_of(both, None, measured=True) == Right() and right_of(both, None) == Right(None)
+
+
+def test_one_is_full_marks_only_where_weights_sum_to_it() -> None:
+    """A sum of two sources that pay up to 3 may have 1 as its largest outcome by chance."""
+    for weights, full in (((1.0,), True), ((0.5, 0.5), True), ((1.0, 2.0), False), ((1.0, -0.2), True)):
+        right = right_of([judged(0.4, source=f"s{i}", weight=w) for i, w in enumerate(weights)], None)
+        assert right == Right(full=full) and Grades.of([-2.0, 0.5, 1.0], right).tells == full
+        assert Grades.of([0.0, 1.0], right).tells, "of pass or fail it is told"
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,13 @@ GRADED: dict[str, Sick] = {
         ("held-out reward fell from 18 (step 10) to 16 (step 30)",),
     ),
     "reward_is_flat": Sick(
-        log(40, grades=True, rollout__reward=steady(17, 0.4), credit__silent=steady(0.75)),
+        log(
+            40,
+            grades=True,
+            rollout__reward=steady(17, 0.4),
+            rollout__reward_std=steady(1.5),
+            credit__silent=steady(0.75),
+        ),
         ("the reward is flat: 1", "1. 75% of the groups have no spread: siblings earn the same (use finer grades"),
     ),
 }
@@ -275,6 +281,36 @@ def test_of_grades_a_rule_says_nothing_of_right_and_wrong(name: str) -> None:
     assert name in found and set(found) <= {name, *sick.also}, found
     assert not [w for w in sick.words if w not in found[name]], found[name]
     assert not [w for w in ("are right", "are wrong", "too easy", "too hard") if w in found[name]]
+
+
+def on_another_scale(steps: list[Step], factor: float, shift: float) -> list[Step]:
+    """The same steps with 256 answers each, and each reward times `factor` and `shift` more."""
+    out: list[Step] = []
+    for s in steps:
+        told = {
+            n: Gauge(256 * (factor * g.mean + shift * (n != "rollout/reward_std")), 256)
+            for n, g in s.gauges.items()
+            if n in ("rollout/reward", "rollout/reward_std", "rollout/truth", "eval/reward") or n.startswith("reward/")
+        }
+        out.append(replace(s, gauges={**s.gauges, **told}))
+    return out
+
+
+SHIFTED = GRADED | {
+    name: Sick(log(40, grades=True, rollout__reward=paid, rollout__truth=truth), ())
+    for name, paid, truth in (
+        ("reward_without_truth", ramp(-0.4, 3.2, 40, 0.2), rises_and_falls(2.1, 2.9, 2.1, scatter=0.5)),
+        ("reward_outruns_truth", ramp(-0.4, 3.2, 40, 0.2), steady(2.0, 0.02)),
+    )
+}
+
+
+@pytest.mark.parametrize(("factor", "shift"), [(1.0, 0.0), (0.5, -30.0), (1e4, 1e6), (1e-4, 5e-3)])
+@pytest.mark.parametrize("name", SHIFTED)
+def test_of_grades_a_rule_says_the_same_on_every_scale(name: str, factor: float, shift: float) -> None:
+    sick = SHIFTED[name]
+    found = said(on_another_scale(sick.steps, factor, shift), sick.stage)
+    assert name in found and set(found) <= {name, *sick.also}, found
 
 
 def test_every_rule_has_a_sick_log() -> None:
@@ -373,6 +409,12 @@ HEALTHY_LOGS: dict[str, list[Step]] = {
 @pytest.mark.parametrize("name", HEALTHY_LOGS)
 def test_a_healthy_log_is_not_spoken_about(name: str) -> None:
     assert said(HEALTHY_LOGS[name]) == {}
+
+
+@pytest.mark.parametrize(("factor", "shift"), [(0.5, -30.0), (1e4, 1e6), (1e-4, 5e-3)])
+@pytest.mark.parametrize("name", [n for n in HEALTHY_LOGS if "grade" in n and n != "named grades"])
+def test_of_healthy_grades_no_rule_speaks_on_any_scale(name: str, factor: float, shift: float) -> None:
+    assert said(on_another_scale(HEALTHY_LOGS[name], factor, shift)) == {}
 
 
 def test_a_policy_that_is_certain_of_every_token_has_an_old_policy_and_a_reference_of_its_own() -> None:

@@ -21,6 +21,7 @@ from posttrain.controller.step import ask, learn
 from posttrain.core.batch import Packed
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
+from posttrain.core.interval import number_text
 from posttrain.core.pieces.implicit import ImplicitOthers
 from posttrain.core.ports import Reference
 from posttrain.core.queued import QUEUE, REPLAY, QueuedGroup, load_groups, save_groups
@@ -303,7 +304,7 @@ def productive_band(report: EvaluationReport) -> str:
 def _spread_before(report: EvaluationReport) -> str:
     """The band of rewards that are grades: groups teach where their answers earn differently."""
     groups = [g for g in report.groups if sum(e.figure is not None for e in g.episodes) > 1]
-    begun = f"mean reward before RL: {report.reward.mean:.4g}"
+    begun = f"mean reward before RL: {number_text(report.reward.mean, '.4g')}"
     if not groups:
         return f"{begun}; one sample of a prompt does not tell the spread within a group (evaluation.samples=4 does)"
     share = sum(g.mixed for g in groups) / len(groups)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.controller.stages.progress import StageResult
 from posttrain.core.heldout import loss_words
+from posttrain.core.interval import number_text
 from posttrain.core.stage import starts
 from posttrain.role.evaluate import EvaluationReport
 
@@ -48,10 +49,10 @@ def measured_words(result: StageResult) -> str:
     """What was measured at the end of a stage, for a line that people read; '' where nothing was."""
     said = [f"accuracy {result.accuracy[0]:.3f}"] if result.accuracy else []
     if result.reward and result.graded:
-        said = [f"mean reward {result.reward[0]:.4g}", *said]
+        said = [f"mean reward {number_text(result.reward[0], '.4g')}", *said]
     out = f"; held-out {', '.join(said)}" if said else ""
     if result.proxy:
-        out += f"; its reward pays {result.proxy[0]:.3f}"
+        out += f"; its reward pays {number_text(result.proxy[0])}"
     if result.agreement:
         out += f"; {result.agreement[0]:.3f} of held-out pairs ordered as judged"
     if result.loss:
