@@ -93,11 +93,16 @@ def too_hard(s: Stage) -> str:
     return s.rl(f"env.rewards={s.reward('hard')}")
 
 
+def flat(s: Stage) -> str:
+    """With a small step, since a policy that drifts under chance ends in saying one thing to all siblings."""
+    return s.rl(f"env.rewards={s.reward('noise')}", "rl.steps=120", lr=0.3)
+
+
 def reward_raising(s: Stage) -> str:
     """One source pays the nearness to another digit than the right one, whose own grade is only reported."""
     own = Stage.reward(s, "right")
     return s.rl(
-        f"env.rewards={s.reward('exploit')},{own}", "env.rewards.1.weight=0", "rl.steps=44", "rl.prompts=12", lr=3
+        f"env.rewards={s.reward('exploit')},{own}", "env.rewards.1.weight=0", "rl.steps=44", "rl.prompts=24", lr=3
     )
 
 
@@ -118,7 +123,7 @@ def dead_tool(s: Stage) -> str:
 
 SITUATIONS: dict[str, Situation] = {
     **situations.SITUATIONS,
-    "flat": Situation(situations.flat, "flat", ("agree", "length", "entropy")),  # it drifts until it says one thing
+    "flat": Situation(flat, "flat"),
     "too hard": Situation(too_hard, "agree"),
     "too easy": Situation(situations.too_easy, "agree"),
     "reward raising": Situation(reward_raising, "unlike", ("heldout",)),

@@ -40,12 +40,12 @@ def by_difficulty(points: Sequence[SearchPoint], alone: Mapping[Hashable, float]
     right. The best of several is better in a table than in truth, by about one standard error."""
     lines = list[str]()
     for level, (low, high) in LEVELS.items():
-        tasks = [t for t, share in alone.items() if low <= share < high and all(t in p.right for p in points)]
+        tasks = [t for t, share in alone.items() if low <= share < high and all(t in p.values for p in points)]
         if not tasks:
             continue
         lines.append(f"{level}: {len(tasks)} tasks, of which {ANSWERS} answers say so")
         for most in TOKENS:
-            given = [(float(np.mean([p.right[t] for t in tasks])), p) for p in points if p.tokens <= most]
+            given = [(float(np.mean([p.values[t] for t in tasks])), p) for p in points if p.tokens <= most]
             if given:
                 accuracy, chosen = max(given, key=lambda x: x[0])
                 lines.append(f"  at most {most:>3} tokens: {accuracy:.3f} {chosen.name} ({chosen.tokens:.1f})")
@@ -64,7 +64,7 @@ def main() -> None:
     report = evaluate_searches(o.folder, *(w.format(counts=counts) for w in WORDS), samples=o.runs, out=o.out)
     other = ("search=best_of.count=1", f"evaluation.seed={SEED}")
     alone = evaluate_searches(o.folder, *other, samples=ANSWERS, quiet=True)
-    print("\n".join(by_difficulty(report.points, alone.points[0].right)))
+    print("\n".join(by_difficulty(report.points, alone.points[0].values)))
     print(f"{time.perf_counter() - begun:.0f} s")
 
 

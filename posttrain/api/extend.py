@@ -50,6 +50,8 @@ ALLOWED: Mapping[str, str] = {
     "StepLabeling.max_failed": "which share of unjudged answers stops the run",
     "Evaluation.samples": "samples of a measurement from now on",
     "Evaluation.greedy": "whether greedy answers are measured from now on",
+    "JudgeEndpoint.calls": "how often a judge may be asked",
+    "JudgeEndpoint.parallel": "how many requests to it run at once",
     "Run.slots": "sequences decoded at once",
     "Run.threads": "threads of the CPU",
     "Run.trackers": "where numbers are sent",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from posttrain.api.other_names import said
+from posttrain.api.other_names import our_name
 from posttrain.api.own_pieces import own_classes
 from posttrain.api.rows import jsonl
 from posttrain.core.env import Env, Reward
@@ -288,7 +288,7 @@ def _setting(value: Any, name: str) -> str:
         return str(value)
     if isinstance(folder := getattr(value, "folder", None), Path):  # the result of another run
         return str(folder)
-    if known := said(name):
+    if known := our_name(name):
         raise ConfigError(f"{name}: no such setting; {known}")
     if hasattr(value, "save_pretrained"):
         raise ConfigError(f"{name}: give a directory or hub id: write the object with save_pretrained(FOLDER) first")

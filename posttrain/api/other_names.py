@@ -55,6 +55,6 @@ OTHERS: dict[str, str] = {
 """The name elsewhere -> ours."""
 
 
-def said(name: str) -> str:
+def our_name(name: str) -> str:
     """What a name of another library is called here, as a sentence for an error; '' where it is none."""
     return f"{name} of other libraries is here: {OTHERS[name]} (docs/coming-from-trl.md)" if name in OTHERS else ""

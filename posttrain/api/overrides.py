@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from posttrain.api.other_names import said
+from posttrain.api.other_names import our_name
 from posttrain.api.values import read
 from posttrain.core import tree
 from posttrain.core.adapter import Lora
@@ -100,7 +100,7 @@ def address(run: Run, key: str, word: str = "...") -> tuple[str, ...]:
     if full:
         ways = ", ".join(f"{'.'.join(p)}={word}" for p in full)
         raise ConfigError(f"{key}={word}: {len(full)} stages have {parts[0]!r}; say which: {ways}")
-    raise ConfigError(f"{key}={word}: no such setting; {said(key) or _suggest(run, key)}")
+    raise ConfigError(f"{key}={word}: no such setting; {our_name(key) or _suggest(run, key)}")
 
 
 def _meant(run: Run, parts: tuple[str, ...], word: str) -> tuple[Stage, ...]:

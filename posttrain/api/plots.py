@@ -173,8 +173,8 @@ def smooth(curve: Curve, share: float = 0.1) -> Curve:
 
 
 def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> Figure:
-    """Accuracy against tokens said for a task: a line for each kind of search, with 95 % intervals over tasks, and grey
-    through what nothing else is better than for as few tokens.
+    """Accuracy, or the mean reward of grades, against tokens said for a task: a line for each kind of search, with 95 %
+    intervals over tasks, and grey through what nothing else is better than for as few tokens.
 
     Args:
         out: the file that is written; its ending says how (.svg, .png, .pdf).
@@ -186,7 +186,7 @@ def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> F
 
     check_out(out)
     families: dict[str, list[SearchPoint]] = {}
-    for p in sorted((p for p in points if p.accuracy.prompts), key=lambda p: p.tokens):
+    for p in sorted((p for p in points if p.score.prompts), key=lambda p: p.tokens):
         families.setdefault("one answer" if p.name == "one answer" else p.kind.family, []).append(p)
     with _matplotlib():
         from matplotlib.figure import Figure
@@ -194,13 +194,13 @@ def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> F
         figure = Figure(figsize=(7.2, 4.2), layout="constrained")
         axis = figure.subplots()
         front = frontier(points)
-        xs, ys = [p.tokens for p in front], [p.accuracy.mean for p in front]
+        xs, ys = [p.tokens for p in front], [p.score.mean for p in front]
         axis.plot(xs, ys, color="#999999", linewidth=4, alpha=0.35, zorder=0)
         for i, (family, own) in enumerate(families.items()):
-            xs, ys = [p.tokens for p in own], [p.accuracy.mean for p in own]
+            xs, ys = [p.tokens for p in own], [p.score.mean for p in own]
             colour, line = COLOURS[i % len(COLOURS)], "-" if i < len(COLOURS) else "--"
-            low = [p.accuracy.mean - max(p.accuracy.low, 0.0) for p in own]
-            high = [min(p.accuracy.high, 1.0) - p.accuracy.mean for p in own]
+            low = [p.score.mean - max(p.score.low, p.grades.scale[0]) for p in own]
+            high = [min(p.score.high, p.grades.scale[1]) - p.score.mean for p in own]
             axis.errorbar(
                 xs, ys, (low, high), color=colour, linestyle=line, marker="o", markersize=4, capsize=3, label=family
             )
@@ -209,7 +209,7 @@ def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> F
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
         axis.set_xlabel("tokens said for a task")
-        axis.set_ylabel("accuracy on held-out tasks")
+        axis.set_ylabel(f"{'mean reward' if points[0].grades.graded else 'accuracy'} on held-out tasks")
         axis.set_title(_text(title), fontsize=9)
         axis.grid(alpha=0.25)
         axis.legend(frameon=False, fontsize=8)

@@ -72,9 +72,10 @@ class SearchReport:
         for p in self.points:
             gain = p.gain(one)
             more = "-" if p is one else short(gain.mean, gain.low, gain.high, "+")
-            score = short(p.accuracy.mean, p.accuracy.low, p.accuracy.high)
+            score = short(p.score.mean, p.score.low, p.score.high)
             rows.append((p.name, score, f"{p.tokens:.1f}", more, "*" if p in front else ""))
-        return table("", ("search", "accuracy [95 %]", "tokens", "gain [95 %]", ""), rows, words=("search",))
+        what = "mean reward" if one.grades.graded else "accuracy"
+        return table("", ("search", f"{what} [95 %]", "tokens", "gain [95 %]", ""), rows, words=("search",))
 
     def notes(self) -> list[str]:
         """Lines below the table."""
@@ -99,7 +100,8 @@ def evaluate_searches(
     trust: bool = False,
     allow_fault: bool = False,
 ) -> SearchReport:
-    """Accuracy on held-out tasks against tokens spent, of several searches and of a single answer.
+    """Accuracy (of grades the mean reward) on held-out tasks against tokens spent, of several searches and of a single
+    answer.
 
     Args:
         target: a run folder or one of its checkpoints, or a model, which needs `env=` or `env.prompts=`. Of a run whose
@@ -194,10 +196,10 @@ async def served(roles: PolicyRoles) -> int:
 async def _points(
     request: SearchRequest, tools: StepSearch, roles: PolicyRoles, environment: Environment, samples: int
 ) -> list[SearchPoint]:
-    from posttrain.search.curves import search_point
+    from posttrain.search.curves import leading, search_point
 
     tools = replace(tools, version=await served(roles))
-    return [await search_point(kind, tools, environment.heldout, samples) for kind in request.kinds]
+    return leading([await search_point(kind, tools, environment.heldout, samples) for kind in request.kinds])
 
 
 def _tools(

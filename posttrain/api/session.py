@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.parts import RunParts
 from posttrain.controller.stages import Progress, Stages, check_drivers, where
 from posttrain.controller.stages.progress import StageResult
+from posttrain.core import reader
 from posttrain.core.book import Book
 from posttrain.core.certificate import LINEAGE
 from posttrain.core.checkpoint import Checkpoint
@@ -48,6 +49,7 @@ from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.role.weights import load_weights
+from posttrain.verifier.source import CALLS, CountedSource
 
 
 @contextmanager
@@ -165,6 +167,8 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         if request.objects.data:
             book.beside(DATA, request.objects.write_data)
         notes = (*notes, *heldout_notes(run, places), *remember_run(folder, run))
+    else:
+        count_on(book.folder, (request.environment, *request.others.values()))
     notes = (*notes, *note_session(book, request.checkpoint))
     trackers = start_trackers(run, policy, book)
     terminal = Terminal(run)
@@ -197,6 +201,15 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     return RunSession(
         run, book, parts, policy, terminal, progress, kept, quiet, Stopper(on_step=request.on_step), cleanup
     )
+
+
+def count_on(folder: Path, environments: Iterable[Environment]) -> None:
+    """Lets sources that may be asked a number of times in a run count on from its record."""
+    sources = [s for e in environments for s in getattr(e, "rewards", ()) if isinstance(s, CountedSource)]
+    steps = reader.steps(folder) if sources else ()
+    for source in sources:
+        name = f"verifier/{source.name}/{CALLS}"
+        source.calls = max((int(s.clock.get(name, 0)) for s in steps), default=0)
 
 
 def setting_lines(run: Run) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class JudgeEndpoint:
     parallel: int = 16
     """Most requests at once."""
     calls: int = 100_000
-    """Most requests of a run, since it was started or resumed. What is asked later is no verdict, and the run stops."""
+    """Most requests of a run; one that is resumed counts on. What is asked later is no verdict, and the run stops."""
 
     def __post_init__(self) -> None:
         if not -math.inf < self.low < self.high < math.inf:

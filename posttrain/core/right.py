@@ -3,7 +3,8 @@
 Outcomes are pass or fail if each is 0 or 1. Then what leads is the accuracy, the share of right answers. Else they are
 grades, and the mean reward leads. A right answer has an outcome of at least `Env.right`. Where that is not set it is
 1, and the share of right answers is told of grades only if 1 is their full marks: some outcome reaches it, none is
-above it, and the weights of what is paid sum to it. The score of a model (a reward model, a judge) is a grade, and without a named `Env.right` no score is right.
+above it, and the weights of what is paid sum to it. The score of a model (a reward model, a judge) is a grade, and
+without a named `Env.right` no score is right.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""Accuracy against tokens spent: searches measured on the same tasks."""
+"""Accuracy, or the mean reward of grades, against tokens spent: searches measured on the same tasks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 
 import numpy as np
 
 from posttrain.core.interval import Gain, Score
+from posttrain.core.right import Grades, Right
 from posttrain.core.types import Task
 from posttrain.role.concurrency import together
 from posttrain.search.kinds import ONE, SearchKind
@@ -21,14 +24,22 @@ class SearchPoint:
     """What a search is worth and what it costs."""
 
     kind: SearchKind
-    accuracy: Score
-    """Over tasks. A task that was searched several times counts once, with its share of right answers."""
+    score: Score
+    """Over tasks: the accuracy; of grades the mean reward (`leading`). A task that was searched several times counts
+    once, with its mean."""
     tokens: float
     """Tokens said for a task, in the mean."""
-    right: Mapping[Hashable, float]
-    """By task: the share of right answers. Tasks of which no answer could be judged are left out."""
+    values: Mapping[Hashable, float]
+    """By task: the share of right answers, or the mean reward. Tasks of which no answer could be judged are left
+    out."""
     unjudged: int = 0
     """Searches whose answer could not be judged."""
+    means: Mapping[Hashable, float] = field(default_factory=dict[Hashable, float])
+    """By task: the mean reward."""
+    grades: Grades = Grades.of([])
+    """How the outcomes are to be read."""
+    width: float = 1.0
+    """Of the scale of the values."""
 
     @property
     def name(self) -> str:
@@ -36,32 +47,50 @@ class SearchPoint:
 
     def gain(self, other: SearchPoint) -> Gain:
         """By how much it is better than another search, task by task."""
-        return Gain.of(other.right, self.right)
+        return Gain.of(other.values, self.values, self.width)
 
 
 async def search_point(kind: SearchKind, tools: StepSearch, tasks: Sequence[Task], runs: int = 1) -> SearchPoint:
     """A search over tasks, each searched `runs` times with other random numbers. Whole answers of equal number are the
     same in all searches of a call, so that searches are compared on equal samples."""
-    said: list[list[bool | None]] = []
+    said: list[list[tuple[float, Right] | None]] = []
     spent = 0
     for seed in range(runs):
         own = replace(tools, seed=tools.seed + seed, spent_on=Counter())
 
-        async def one(task: Task, own: StepSearch = own) -> bool | None:
-            return await own.right(task, await play(kind, own, task))
+        async def one(task: Task, own: StepSearch = own) -> tuple[float, Right] | None:
+            return await own.judged(task, await play(kind, own, task))
 
         said.append(await together([one(t) for t in tasks]))
         spent += own.spent
     judged = {t.id: [x for x in each if x is not None] for t, each in zip(tasks, zip(*said, strict=True), strict=True)}
-    right: dict[Hashable, float] = {task: float(np.mean(each)) for task, each in judged.items() if each}
+    right: dict[Hashable, float] = {t: float(np.mean([r.of(x) for x, r in each])) for t, each in judged.items() if each}
+    means: dict[Hashable, float] = {t: float(np.mean([x for x, _ in each])) for t, each in judged.items() if each}
+    of = {r for each in judged.values() for _, r in each}
+    is_right = next((r for r in of if r.at is None), next(iter(of), Right()))
+    grades = Grades.of([x for each in judged.values() for x, _ in each], is_right)
     unjudged = sum(x is None for each in said for x in each)
-    return SearchPoint(kind, Score.of([*right.values()]), spent / (runs * len(tasks)), right, unjudged)
+    return SearchPoint(
+        kind, Score.of([*right.values()]), spent / (runs * len(tasks)), right, unjudged, means=means, grades=grades
+    )
+
+
+def leading(points: Sequence[SearchPoint]) -> list[SearchPoint]:
+    """The points by what leads: the mean reward, where some outcome of them is a grade."""
+    grades = reduce(or_, (p.grades for p in points))
+    if not grades.graded:
+        return list(points)
+    low, high = grades.scale
+    return [
+        replace(p, score=Score.of([*p.means.values()], low, high), values=p.means, width=high - low, grades=grades)
+        for p in points
+    ]
 
 
 def frontier(points: Sequence[SearchPoint]) -> list[SearchPoint]:
-    """The points than which none is better for as few tokens, by their tokens; NaN accuracies are left out."""
+    """The points than which none is better for as few tokens, by their tokens; NaN scores are left out."""
     out: list[SearchPoint] = []
-    for p in sorted(points, key=lambda p: (p.tokens, -p.accuracy.mean)):
-        if p.accuracy.prompts and (not out or p.accuracy.mean > out[-1].accuracy.mean):
+    for p in sorted(points, key=lambda p: (p.tokens, -p.score.mean)):
+        if p.score.prompts and (not out or p.score.mean > out[-1].score.mean):
             out.append(p)
     return out

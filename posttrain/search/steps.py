@@ -17,7 +17,7 @@ from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.ports import Environment, EpisodeJudge, Sampler
 from posttrain.core.process import Aggregate, aggregated, step_ends
-from posttrain.core.right import right_of
+from posttrain.core.right import Right, right_of
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.transcript import Transcript
@@ -216,8 +216,8 @@ class StepSearch:
         attempt = attempt_of(task, said, b.stop or Stop.LENGTH, (self._segment(task, b),), self.text, int)
         return await self.environment.judge(attempt)
 
-    async def right(self, task: Task, b: Beginning) -> bool | None:
-        """Whether the environment judges it right; None where it could not be judged."""
+    async def judged(self, task: Task, b: Beginning) -> tuple[float, Right] | None:
+        """The environment's outcome, and what is right by it; None where it could not be judged."""
         found = await self._judged(task, b)
         paid = outcome(found)
-        return None if paid is None else right_of(found, self.right_at).of(paid)
+        return None if paid is None else (paid, right_of(found, self.right_at))

@@ -26,6 +26,7 @@ from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.verifier.discover import RemoteModel, discover
 from posttrain.verifier.endpoint import Endpoint, Patience
 from posttrain.verifier.rubric import Rubric
+from posttrain.verifier.source import CALLS
 
 TIMEOUT = 60.0
 """Default for the seconds that one try of a request may take."""
@@ -48,7 +49,7 @@ class RubricJudge:
     endpoint: Endpoint
     resolution: float = RESOLUTION
     calls: int = 0
-    """Requests so far."""
+    """Requests of the run so far. One that is resumed goes on from its record (`count_on`)."""
     _model: RemoteModel | None = None
     _kept: dict[bytes, asyncio.Task[Verdict]] = field(default_factory=dict[bytes, "asyncio.Task[Verdict]"])
     _counts: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
@@ -80,11 +81,11 @@ class RubricJudge:
         return Judged(self.name, self.weight, redacted(verdict), resolution=self.resolution, by_model=True)
 
     def gauges(self) -> Gauges:
-        """Since the last call: seconds of a judgement, requests and repeated tries, and of the verdicts asked for the
-        shares that were kept from before and that failed."""
+        """All requests of the run. Since the last call: seconds of a judgement, repeated tries, and of the verdicts
+        asked for the shares that were kept from before and that failed."""
         with self._lock:
             taken, self._counts = self._counts, {}
-        return {f"verifier/{self.name}/{n}": Gauge(*x) for n, x in taken.items()}
+        return {f"verifier/{self.name}/{n}": Gauge(*x) for n, x in {**taken, CALLS: (self.calls, 1)}.items()}
 
     def close(self) -> None:
         """Close the connections and stop the thread."""

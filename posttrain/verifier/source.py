@@ -39,6 +39,19 @@ class SourceWithProcesses(Protocol):
     def close(self) -> None: ...
 
 
+CALLS = "calls"
+"""Last word of the gauge with a source's requests of the run."""
+
+
+@runtime_checkable
+class CountedSource(Protocol):
+    """A source that may be asked a number of times in a run."""
+
+    name: str
+    calls: int
+    """Times it was asked."""
+
+
 @runtime_checkable
 class BatchSource(Protocol):
     """A source that may judge all answers of a group in one call."""

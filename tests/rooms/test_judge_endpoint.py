@@ -23,7 +23,7 @@ from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.asks import Kind, asks, grave
 from posttrain.core.env import JudgeEndpoint, Reward
-from posttrain.core.errors import ConfigError, DataError, RewardError, UntrustedError
+from posttrain.core.errors import ConfigError, DataError, RewardError, RunFolderError, UntrustedError
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt
 from posttrain.core.right import right_of
@@ -263,6 +263,24 @@ def test_a_run_is_paid_by_one_judge_and_measured_by_another(tmp_path: Path) -> N
     assert len(steps) == 2 and {"reward/judge", "rollout/truth"} <= set(steps[-1].gauges) and asked
     assert "verifier/judge/seconds" in steps[-1].clock and "verifier/heldout_judge/cached" in steps[-1].clock
     assert all(s.gauges["rollout/truth"].mean == pytest.approx(s.gauges["rollout/reward"].mean / 2) for s in steps)
+
+
+def test_requests_of_a_run_are_counted_on_where_it_is_resumed(tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1)}) + "\n" for a in range(9))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    file = rubric(tmp_path, "{prompt}{response}")
+    with scripted_judge(lambda text: scored(float(len(text) % 11))) as server:
+        words = (f"env.prompts={tmp_path}/rows.jsonl", f"env.rewards=judge:{server.url}")
+        own = (f"env.rewards.0.judge.rubric={file}", "env.rewards.0.judge.calls=100", *SMALL)
+        posttrain.run("grpo", "model=none", "env=prompts", *words, *own, out=tmp_path / "run", quiet=True)
+        used = reader.steps(tmp_path / "run")[-1].clock["verifier/judge/calls"]
+        assert 1 < used <= len(server.bodies) <= 100
+        with pytest.raises(RewardError, match=r"the most that judge.calls allows"):
+            more = f"env.rewards.0.judge.calls={used + 1:.0f}"
+            posttrain.run("rl.steps=3", more, resume=tmp_path / "run", quiet=True, trust=True)
+        Path(file).write_text("Another text. {prompt}{response}")
+        with pytest.raises(RunFolderError, match=r"env.rewards.0.judge.rubric"):
+            posttrain.run("rl.steps=4", resume=tmp_path / "run", quiet=True)
 
 
 @pytest.mark.prove

@@ -17,9 +17,10 @@ from process_parts import process_run
 
 import posttrain
 from benchmarks.search_curves import by_difficulty
+from posttrain.api.console import lines_of
 from posttrain.api.plots import search_plot
 from posttrain.api.search_words import asks_search, kinds_of, search_request
-from posttrain.api.searched import evaluate_searches
+from posttrain.api.searched import SearchReport, evaluate_searches
 from posttrain.cli import main
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
@@ -34,7 +35,7 @@ from posttrain.core.types import Said, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.search.audit import said_by_one_version, tree_adds_up, worth_is
 from posttrain.search.beam import beam
-from posttrain.search.curves import SearchPoint, frontier, search_point
+from posttrain.search.curves import SearchPoint, frontier, leading, search_point
 from posttrain.search.kinds import KINDS, ONE, BeamSearch, BestOfN, MajorityVote, SearchKind, TreeRule, TreeSearch
 from posttrain.search.play import ANSWERS, play
 from posttrain.search.puct import TreeNode, tree_search
@@ -123,7 +124,8 @@ def test_a_wide_beam_finds_the_best_answer_and_shares_its_beginnings() -> None:
     s = tools()
     found = asyncio.run(beam(s, TASK, width=2, expand=12))
     assert text(found.ids) == "a;a;a" and found.stop is Stop.SAID
-    assert asyncio.run(s.right(TASK, found))
+    found_reward = asyncio.run(s.judged(TASK, found))
+    assert found_reward is not None and found_reward[1].of(found_reward[0])
     assert s.spent == 3 * 24 * 2  # three steps of two tokens, for 24 continuations each
     asked = s.sampler.asked  # type: ignore[attr-defined]
     assert len({x.tobytes() for x in asked}) <= 1 + 2 + 2 + 2
@@ -366,16 +368,16 @@ def test_a_point_counts_each_task_once_and_leaves_out_what_is_not_judged(tmp_pat
     ]
     one, best_of_4, wide = points
     assert (one.tokens, best_of_4.tokens) == (6.0, 24.0) and s.spent_on == Counter()
-    assert one.unjudged > 0 and one.accuracy.prompts == len(one.right) <= 30
-    assert wide.accuracy.mean == 1.0 > best_of_4.accuracy.mean >= one.accuracy.mean
-    assert wide.gain(one).low > 0 and wide.gain(one).prompts == len(one.right)
+    assert one.unjudged > 0 and one.score.prompts == len(one.values) <= 30
+    assert wide.score.mean == 1.0 > best_of_4.score.mean >= one.score.mean
+    assert wide.gain(one).low > 0 and wide.gain(one).prompts == len(one.values)
     assert one.name == "one answer" and best_of_4.name == "best_of.count=4"
     assert frontier(points)[0] is one and frontier(points)[-1] is wide
     worse = replace(one, tokens=7.0)
     assert worse not in frontier([*points, worse])
     for ending in ("svg", "png"):
         search_plot(
-            [*points, replace(best_of_4, accuracy=replace(one.accuracy, low=-math.inf, high=math.inf))],
+            [*points, replace(best_of_4, score=replace(one.score, low=-math.inf, high=math.inf))],
             "a title",
             tmp_path / f"x.{ending}",
         )
@@ -383,6 +385,25 @@ def test_a_point_counts_each_task_once_and_leaves_out_what_is_not_judged(tmp_pat
     assert "tokens said for a task" in drawn and "beam" in drawn and "1x30" in drawn and "a title" in drawn
     with pytest.raises(ConfigError, match=r"use one of \.svg"):
         search_plot(points, "t", tmp_path / "x.txt")
+
+
+class Letters(World):
+    """Pays 10 for each letter a, and 5 in any case."""
+
+    async def judge(self, attempt: Any) -> Any:
+        return (Judged("world", 1.0, Verdict.value(5.0 + 10 * attempt.text.count("a"))),)
+
+
+def test_of_grades_the_mean_reward_leads(tmp_path: Path) -> None:
+    tasks = [Task(id=f"t{i}", prompt="p") for i in range(20)]
+    s = replace(tools(), environment=Letters())  # type: ignore[arg-type]
+    points = leading([asyncio.run(search_point(k, s, tasks)) for k in (ONE, BestOfN(count=4))])
+    assert all(p.score.mean >= 5 and p.score.low >= p.grades.scale[0] for p in points) and points[0].grades.graded
+    assert points[1].gain(points[0]).mean == pytest.approx(points[1].score.mean - points[0].score.mean)
+    search_plot(points, "t", tmp_path / "x.svg")
+    assert "mean reward on held-out tasks" in (tmp_path / "x.svg").read_text()
+    table = "\n".join(lines_of(SearchReport("m", "e", "", 20, 1, tuple(points)).table()))
+    assert "mean reward [95 %]" in table and "accuracy" not in table
 
 
 def test_the_best_search_by_difficulty() -> None:
@@ -480,7 +501,7 @@ def test_eval_compares_searches(prm: Path, tmp_path: Path, capsys: pytest.Captur
     assert [p.tokens for p in report.points] == sorted(p.tokens for p in report.points)
     assert points["one answer"].tokens < points["best_of.count=2"].tokens < points["best_of.count=4"].tokens
     assert points["best_of.count=4"].tokens == points["vote.count=4"].tokens, "they sample the same answers"
-    assert all(0 <= p.accuracy.low <= p.accuracy.mean <= p.accuracy.high <= 1 for p in report.points)
+    assert all(0 <= p.score.low <= p.score.mean <= p.score.high <= 1 for p in report.points)
     tight = evaluate_searches(prm, "search=best_of.count=40", "search.budget=60", quiet=True)
     assert max(p.tokens for p in tight.points) <= 60 + 24
     assert capsys.readouterr().out == ""
@@ -490,7 +511,7 @@ def test_eval_compares_searches(prm: Path, tmp_path: Path, capsys: pytest.Captur
 def test_best_of_n_by_the_verifier_is_pass_at_n(prm: Path) -> None:
     report = evaluate_searches(prm, "search=best_of.count=8", "search.by=verifier", samples=2, quiet=True)
     one, best_of_8 = report.points
-    assert all(best_of_8.right[t] >= one.right[t] for t in one.right) and "knows the answers" in report.scored_by
+    assert all(best_of_8.values[t] >= one.values[t] for t in one.values) and "knows the answers" in report.scored_by
 
 
 @pytest.mark.prove
