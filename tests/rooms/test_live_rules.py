@@ -419,7 +419,8 @@ def test_of_healthy_grades_no_rule_speaks_on_any_scale(name: str, factor: float,
 
 def test_a_policy_that_is_certain_of_every_token_has_an_old_policy_and_a_reference_of_its_own() -> None:
     """PPO under top_k=1: values learn, and no log-prob can move."""
-    still = log(8, optim__steps=steady(2), **{f"policy__kl_{of}": steady(0) for of in ("start", "step", "reference")})
+    none = steady(0)
+    still = log(8, optim__steps=steady(2), policy__kl_start=none, policy__kl_step=none, policy__kl_reference=none)
     assert not {"old_policy_is_the_new_one", "reference_follows"} & said(still, replace(STAGE, minibatches=2)).keys()
 
 
