@@ -142,7 +142,7 @@ def false_claims(folder: Path, output: str) -> list[str]:
     lines = {s.index: s.gauges["rollout/reward"].mean for s in reader.steps(folder) if s.stage == "rl"}
     for index, said in re.findall(rf"rl (\d+)/\d+ reward {NUMBER}", flat):
         out += [] if near(said, lines[int(index)]) else [f"reward {said} of step {index}: {lines[int(index)]}"]
-    most = json.loads((folder / "run.json").read_text()).get("prompts", math.inf) // 5
+    most = json.loads((folder / "run.json").read_text()).get("prompts", math.inf) / 5
     for wanted_heldout in re.findall(r"env\.heldout=(\d+)\)", flat.split("Did it learn?")[1]):
         out += [] if int(wanted_heldout) <= most else [f"env.heldout={wanted_heldout}, at most {most}"]
     return out

@@ -22,6 +22,7 @@ from benchmarks import situations
 from benchmarks.graded import FORBIDDEN, false_claims
 from benchmarks.situations import SENTENCES as PASS_OR_FAIL
 from benchmarks.situations import TOOL, Situation, Stage, fresh
+from posttrain.core import reader
 
 RESULTS = Path(__file__).parent / "results/graded_situations.json"
 REWARDS = """
@@ -60,7 +61,8 @@ def hard(task, text):
     return grade(0.1 * chance(task.id) + 0.9 * (text == "a text that nobody says"))
 """
 SCALES: dict[int, tuple[float, float]] = {1: (4.0, -9.5), 2: (1e4, 1e6), 3: (0.9, 0.0)}
-"""Scale and shift of a seed: negative as a reward model's logits, huge and far from 0, and a rubric of at most .9."""
+"""Scale and shift of a seed: negative as a reward model's logits, huge and far from 0, and a rubric of at most .9 (with a
+penalty beside it, which may have nothing to take off)."""
 SENTENCES = PASS_OR_FAIL | {
     "agree": "siblings earn the same reward in",
     "exploited": "the reward is exploited",
@@ -158,13 +160,14 @@ def play(name: str, seed: int, folder: Path) -> Outcome:
     output = situation.start(stage)
     text = " ".join(output.split())
     said = tuple(k for k, words in SENTENCES.items() if words in text)
-    other = [
-        f"said {x!r}" for x in said if x not in (situation.says, *situation.allowed, *situations.EITHER.get(name, ()))
-    ]
+    may = (situation.says, *situation.allowed, *situations.EITHER.get(name, ()), *(("mute",) if stage.mixed else ()))
+    other = [f"said {x!r}" for x in said if x not in may]
     (run,) = set(folder.glob("run-*")) - before
-    if "paired over" in text:
+    steps = [s for s in reader.steps(run) if s.stage == "rl" and "rollout/reward" in s.gauges]
+    graded = any(s.gauges["rollout/reward"].mean not in (0.0, 1.0) for s in steps)
+    if graded and "paired over" in text:
         other += false_claims(run, output)
-    else:
+    elif graded or not steps:
         other += [f"speaks of {w!r}" for w in FORBIDDEN if w in text]
     return Outcome(name, seed, said, tuple(other), time.perf_counter() - begun, output)
 

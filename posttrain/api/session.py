@@ -112,6 +112,8 @@ class RunSession:
 
 def build_session(request: RunRequest) -> RunSession:
     """Build the parts of a run. If one of them fails, those built before it are closed."""
+    if request.book is not None:
+        count_on(request.book.folder, (request.environment, *request.others.values()))
     with ExitStack() as cleanup:
         session = _build(request, cleanup)
         session.closing = cleanup.pop_all()
@@ -167,8 +169,6 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         if request.objects.data:
             book.beside(DATA, request.objects.write_data)
         notes = (*notes, *heldout_notes(run, places), *remember_run(folder, run))
-    else:
-        count_on(book.folder, (request.environment, *request.others.values()))
     notes = (*notes, *note_session(book, request.checkpoint))
     trackers = start_trackers(run, policy, book)
     terminal = Terminal(run)

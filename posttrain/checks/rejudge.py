@@ -140,7 +140,7 @@ class RejudgedAnswers:
             return {}
         paid = {j.source for _, _, verdicts in self._gold for j in verdicts if j.verdict.score not in (0.0, None)}
         given = [j for g in played for e in g.episodes for j in e.verdicts if j.verdict.score is not None]
-        sources = {j.source for j in given}
+        sources = {j.source for j in given if j.weight > 0}  # others take off, and may have nothing to
         return {
             "canary/mute_sources": Gauge(
                 len(sources - paid - {j.source for j in given if j.verdict.score}), len(sources)

@@ -157,6 +157,8 @@ def entropy_collapses(history: Sequence[Step], stage: Reinforce) -> str:
     of grades, the reward is no higher than at first."""
     began, now = first(history, "rollout/entropy", 3), last(history, "rollout/entropy", 6)
     solved = average(last(history, "rollout/solved", 6))
+    if not any(known(history, "optim/steps")):  # nothing was learned, and prompts differ
+        return ""
     if not began or not now or max(now) >= min(CERTAIN, 0.1 * average(began)) or solved > 0.8:
         return ""
     if (risen := trend(history, "rollout/reward", 12)) is not None and risen.sure > 3:

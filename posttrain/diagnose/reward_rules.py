@@ -66,7 +66,9 @@ def siblings_agree(history: Sequence[Step], stage: Reinforce) -> str:
     silent, rewards = last(history, "credit/silent", SAME), last(history, "rollout/reward", SAME)
     if not graded(history) or not silent or not rewards or average(silent) < 0.9 or broken(history):
         return ""
-    if reward_is_constant(history, stage) or cut_off_before_the_answer(history, stage) or too_hard(history, stage):
+    if reward_is_constant(history, stage) or too_hard(history, stage) or never_stops(history, stage):
+        return ""
+    if cut_off_before_the_answer(history, stage):
         return ""
     return (
         f"siblings earn the same reward in {average(silent):.0%} of the groups of {SAME} steps"

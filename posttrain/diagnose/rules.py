@@ -100,8 +100,8 @@ def source_is_mute(history: Sequence[Step], stage: Stage) -> str:
     if len(mute) < 5 or min(mute) <= 0:
         return ""
     return (
-        "a reward source has given 0 to every answer of five steps, and to the right answers too: is what it asks for"
-        " reachable, and does it raise when it is down?"
+        "a reward source has given 0 to every answer of five steps, and to the right answers too. A penalty may have"
+        " nothing to take off; of what pays: is what it asks for reachable, and does it raise when it is down?"
     )
 
 
