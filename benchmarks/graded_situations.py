@@ -61,8 +61,8 @@ def hard(task, text):
     return grade(0.1 * chance(task.id) + 0.9 * (text == "a text that nobody says"))
 """
 SCALES: dict[int, tuple[float, float]] = {1: (4.0, -9.5), 2: (1e4, 1e6), 3: (0.9, 0.0)}
-"""Scale and shift of a seed: negative as a reward model's logits, huge and far from 0, and a rubric of at most .9 (with a
-penalty beside it, which may have nothing to take off)."""
+"""Scale and shift of a seed: negative as a reward model's logits, huge and far from 0, and a rubric of at most .9 with
+a penalty beside it."""
 SENTENCES = PASS_OR_FAIL | {
     "agree": "siblings earn the same reward in",
     "exploited": "the reward is exploited",
